@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -51,7 +51,8 @@ def test_rows_are_read_from_lines_gzip_and_parquet_and_mean_the_same(tmp_path):
     lines = written(tmp_path / "a.jsonl", *rows)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf\n" + lines.read_bytes()))
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    messages = lambda name: [row.messages for row in read_rows(tmp_path / name)]
+    rows_of = lambda name: cast("list[Any]", list(read_rows(tmp_path / name)))
+    messages = lambda name: [row.messages for row in rows_of(name)]
     assert messages("a.jsonl") == messages("a.jsonl.gz") == messages("a.parquet")
     assert messages("a.jsonl") == [tuple(HELLO), tuple(TWICE)]
     locations = [row.location for row in read_rows(tmp_path / "a.parquet")]
@@ -172,11 +173,12 @@ def test_long_conversations_are_cut_or_dropped_and_the_rest_is_packed(tmp_path):
     cut = Loader(data, 1, length, packing="documents", epochs=1, shuffle=False)
     dropped = Loader(data, 1, length, packing="documents", long_chats="drop", epochs=1)
     counted = lambda loader: sum(int(batch["mask"].sum()) for batch in loader)
-    (cut_set,), (dropped_set,) = cut._sets, dropped._sets
+    sets: Any = [*cut._sets, *dropped._sets]
+    cut_set, dropped_set = sets
     number = lambda fitted: (fitted.num_long, fitted.num_uncounted, fitted.num_dropped)
     assert number(cut_set.fitted) == (2, 1, int(sizes[1]) + 1)
     assert number(dropped_set.fitted) == (2, 0, int(sizes[1] + sizes[2]))
-    offsets = data.documents
+    offsets = data.documents.tolist()
     of = lambda i: int(data.read_counted(offsets[i] + 1, offsets[i + 1]).sum())
     assert counted(cut) == of(0) + of(2) - 1 + of(3)
     assert counted(dropped) == of(0) + of(3)
@@ -208,7 +210,7 @@ def test_the_loss_per_token_and_per_example_is_the_plain_one_on_every_mesh(tmp_p
     number = lambda i: said(("user", f"{i}?"), ("assistant", "four " * (1 + i % 3)))
     data = built(tmp_path, *({"messages": number(i)} for i in range(16)))
     table = np.random.default_rng(0).normal(size=(data.vocab, data.vocab)).astype(np.float32)
-    offsets, length = data.documents, int(lengths(data).max()) + 3
+    offsets, length = data.documents.tolist(), int(lengths(data).max()) + 3
     log_p = np.asarray(jax.nn.log_softmax(table))
 
     def losses(i):
@@ -226,7 +228,8 @@ def test_the_loss_per_token_and_per_example_is_the_plain_one_on_every_mesh(tmp_p
         options = {"packing": "documents", "loss_per": per, "epochs": 1, "pad_last": True}
         loader = Loader(data, 16, length, **options)
         batch, results = next(loader), []
-        for mesh, accumulate in (({"data": 1}, 1), ({"data": 2, "fsdp": 2}, 2)):
+        meshes: Any = (({"data": 1}, 1), ({"data": 2, "fsdp": 2}, 2))
+        for mesh, accumulate in meshes:
             layout = hfjax.layout(
                 lambda rngs: {"t": jax.numpy.asarray(table)},
                 optax.sgd(1.0),

@@ -57,11 +57,8 @@ pytestmark = pytest.mark.usefixtures("shown_log")
 
 
 def config(place: Path, name: str = "run", **data: Any) -> TrainConfig:
-    fields: dict[str, Any] = {
-        "train": (str(place / "train.jsonl"),),
-        "valid": str(place / "held.jsonl"),
-        **data,
-    }
+    files = {"train": (str(place / "train.jsonl"),), "valid": str(place / "held.jsonl")}
+    fields: dict[str, Any] = files | data
     return TrainConfig(
         run_dir=place / name,
         steps=6,

@@ -291,10 +291,6 @@ class RunComponents:
             prompt: The user's message.
             count: Number of tokens to generate; what follows the end of the turn is left out.
             sampling: How the next token is chosen, `hfjax.trainer.sampling.Sampling()`.
-
-        Example:
-            >>> parts.answered(result.state, "2 + 2?", 20, Sampling())  # doctest: +SKIP
-            '4'
         """
         return self.texts.answer_prompt(self.layout, state, prompt, count, sampling)
 

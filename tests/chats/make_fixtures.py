@@ -46,9 +46,12 @@ def small_tokenizer() -> Any:
 
 def chat_of(name: str) -> str:
     """Return a template that trl ships."""
-    import trl
+    from importlib.util import find_spec
 
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    spec = find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
 def theirs(tokenizer: Any, template: str, messages: list[dict[str, Any]]) -> tuple[list, list]:
