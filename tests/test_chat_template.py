@@ -129,6 +129,9 @@ REFUSED = {
     "line 2 reaches out of its sandbox: attribute '__class__' of a str": "\n{{ ''.__class__ }}",
     "^t.jinja, line 2: no valid Jinja: .*Mend it, or give another": "\n{% if %}",
     "line 1 fails: 'dict object' has no attribute 'name'": "{{ messages[0].name.first }}",
+    "line 1 reaches out of its sandbox: attribute '__class__' of a namespace": (
+        "{% set ns = namespace(a=1) %}{% set ns.__class__ = 1 %}"
+    ),
     "fails: Range too big": "{% for a in range(10 ** 9) %}{% endfor %}",
     "line 1 reaches out of its sandbox: .*append": "{{ messages.append(1) }}",
 }

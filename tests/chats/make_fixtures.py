@@ -6,6 +6,7 @@ not copied: a fixture has the rendered texts, the spans of `{% generation %}` an
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,9 @@ def chat_of(name: str) -> str:
 def theirs(tokenizer: Any, template: str, messages: list[dict[str, Any]]) -> tuple[list, list]:
     """Return the tokens and the mask that transformers makes of a conversation."""
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
     inner = Tokenizer.from_str(tokenizer.inner.to_str())
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, **TOKENS)
+    fast = import_module("transformers").PreTrainedTokenizerFast(tokenizer_object=inner, **TOKENS)
     out = fast.apply_chat_template(
         messages,
         chat_template=template,

@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.utils
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -47,6 +48,25 @@ class GenerationTag(jinja2.ext.Extension):
         return text
 
 
+class PlainNamespace(jinja2.utils.Namespace):
+    """Jinja's `namespace`, without names that begin with _: some have a meaning to Python."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        for name in dict(*args[1:], **values):
+            check_name(name)
+        jinja2.utils.Namespace.__init__(*args, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        super().__setitem__(name, value)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name of a namespace that begins with _."""
+    if name.startswith("_"):
+        raise SecurityError(f"attribute {name!r} of a namespace is not for templates")
+
+
 class Environment(ImmutableSandboxedEnvironment):
     """The environment of chat templates, as transformers has it, with a fixed date."""
 
@@ -57,6 +77,7 @@ class Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = to_json
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = today.strftime
+        self.globals["namespace"] = PlainNamespace
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
         """Refuse an attribute that may lead out of the sandbox, also where it is only printed."""
