@@ -11,10 +11,8 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.collectives import count_collectives
-from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.gpt import next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.models.moe import MoEConfig, MoELlama
 from hfjax.utils.paths import flatten
 
 SIZES: Any = {"vocab": 64, "layers": 2, "heads": 4, "embed": 32}
