@@ -76,6 +76,10 @@ API = {  # page: (its title, {heading: public names, module:name})
                 "hfjax.models.vision.vit:ViTConfig",
             ],
             "Pretrained weights": ["hfjax:pretrained", "hfjax:export"],
+            "Adapters": [
+                *("hfjax.adapters:lora", "hfjax.adapters:Lora", "hfjax.adapters:load_adapter"),
+                "hfjax.adapters:export_adapter",
+            ],
             "Optimizers": [
                 *(
                     "hfjax:adamw",

@@ -55,7 +55,7 @@ def export_adapter(
         >>> hfjax.adapters.export_adapter("my-adapter", layout, state)  # doctest: +SKIP
     """
     check_layout(layout)
-    content = AdapterContent(*_adapted_model(layout))
+    content = AdapterContent(*_lora_model(layout))
     mappings = content.mappings
     specs = _tensor_specs(layout, mappings, dtype)
     tensors = {t.name: t for t in plan_file(Path(TENSOR_FILE), specs)}
@@ -69,7 +69,7 @@ def export_adapter(
     )
 
 
-def _adapted_model(layout: Layout) -> tuple[Lora, Pretrained]:
+def _lora_model(layout: Layout) -> tuple[Lora, Pretrained]:
     """Return the model of a layout, and its base."""
     model = layout.template.model_init
     if not isinstance(model, Lora):

@@ -7,6 +7,8 @@ from typing import Literal
 
 import tyro
 
+from hfjax.adapters import export_adapter
+from hfjax.checkpoint import RestoredRun
 from hfjax.cli.arguments import parse_flags
 from hfjax.cli.train import Saved, saved_config, saved_state
 from hfjax.distributed.consensus import say
@@ -40,7 +42,7 @@ class Inspect:
 @dataclass(frozen=True)
 class Export(Saved):
     """Write the model of a run as a folder that transformers loads; of images as a file that
-    torchvision loads."""
+    torchvision loads. Of a run with adapters, write these as a folder that peft loads."""
 
     export_dir: Path = field(kw_only=True)
     """New folder, or FILE.safetensors for images; it appears when complete."""
@@ -50,6 +52,8 @@ class Export(Saved):
     """Dtype of all tensors (default: each as in --like)."""
     shard: str = SHARD
     """Maximum size of a file."""
+    merge: bool = False
+    """Of a run with adapters, write the whole model, these merged into it."""
 
     def __post_init__(self):
         if parse_bytes(self.shard, "--shard") < 1:
@@ -78,13 +82,42 @@ def _export(args: Export) -> None:
         return _export_images(args, config)
     if config.model.pretrained is None and args.like is None:
         raise ValueError(_no_folder_message(args, config))
+    has_adapters = config.lora.rank is not None
+    _check_merge(args, has_adapters)
     run, restored = saved_state(args, config, master=config.master_weights)
+    if has_adapters and not args.merge:
+        return _export_adapter(args, run, restored)
     like = _template_model(args, run)
     with show_waiting(f"writing {quote(args.export_dir)}"):
         written = export(args.export_dir, run.layout, restored.state, like, args.dtype, args.shard)
     say(
         f"{quote(args.export_dir)}: {quote(args.run)} after step {restored.step}, "
         f"{len(like.mappings)} tensors; wrote {byte_counts(written)}"
+    )
+
+
+def _check_merge(args: Export, has_adapters: bool) -> None:
+    """Refuse flags of another kind of export."""
+    if args.merge and not has_adapters:
+        raise ValueError(
+            f"--merge: {quote(args.run)} has no adapters (--lora.rank), its whole model is written "
+            "anyway. Leave it out."
+        )
+    if has_adapters and not args.merge and (args.like is not None or args.shard != SHARD):
+        raise ValueError(
+            f"--like, --shard: of whole models, and of {quote(args.run)} adapters are written. "
+            "Leave them out, or give --merge."
+        )
+
+
+def _export_adapter(args: Export, run: RunComponents, restored: RestoredRun) -> None:
+    """Write the adapters of a run as peft's files."""
+    with show_waiting(f"writing {quote(args.export_dir)}"):
+        written = export_adapter(args.export_dir, run.layout, restored.state, args.dtype)
+    adapters = run.layout.template.model_init.adapters
+    say(
+        f"{quote(args.export_dir)}: {quote(args.run)} after step {restored.step}, adapters of "
+        f"{len(adapters)} linear maps; wrote {byte_counts(written)}"
     )
 
 
