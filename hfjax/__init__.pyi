@@ -1,4 +1,5 @@
 from hfjax import (
+    adapters as adapters,
     analysis as analysis,
     checkpoint as checkpoint,
     compat as compat,

@@ -348,7 +348,7 @@ def test_a_description_that_is_damaged_or_of_another_format(made):
         "{": r"meta\.json is damaged \(.*\): a JSON object of vocab, dtype",
         json.dumps(whole | {"more": 1}): "is damaged .*more",
         json.dumps(whole | {"dtype": "uint8"}): "dtype uint8, a vocabulary of 300 has uint16",
-        json.dumps(whole | {"format": 2}): "format 2, this hfjax reads format 1",
+        json.dumps(whole | {"format": 3}): "format 3, this hfjax reads formats 1 and 2",
     }.items():
         path.write_text(change)
         with pytest.raises(ValueError, match=message):

@@ -140,6 +140,7 @@ ELSEWHERE = {  # commands that are not run here, and where they are
     "--offload.activations auto": "below: it needs what compiles for GPUs",
     "-- hfjax train --config runs/fsdp/config.yaml": "tests/test_run_processes.py",
     "train.py trouble": "a process is killed: tests/test_run_processes.py",
+    "--data.train chats.jsonl": "tests/test_chat_runs.py",
     "Qwen/Qwen3-0.6B": "tests/test_hub.py has a server of such names",
     "--max-restarts 3 -- python train.py": "Ctrl-C: tests/test_run_processes.py",
 }

@@ -55,6 +55,7 @@ EXAMPLES = {  # what has no example, and why
     "hfjax:Layout.working_dtype": ENGINE,
     "hfjax:Remat.check": ENGINE,
     "hfjax:Remat.policy": ENGINE,
+    "hfjax.trainer:RunComponents.answered": WITH_A_RUN,
     "hfjax.trainer:RunComponents.check_validation": WITH_A_RUN,
     "hfjax.trainer:Tracker.log": TRACKER,
     "hfjax.trainer:Tracker.start": TRACKER,

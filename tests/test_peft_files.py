@@ -18,7 +18,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.adapters import Lora, export_adapter, load_adapter, lora
-from hfjax.adapters.adapted_model import LoraOptions
+from hfjax.adapters.lora_model import LoraOptions
 from hfjax.adapters.peft_config import parse_config
 from hfjax.adapters.peft_rules import adapter_mappings, has_inputs_first, matrices_of
 from hfjax.models.loss import next_token_loss

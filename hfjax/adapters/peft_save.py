@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from hfjax.adapters.adapted_model import Lora
+from hfjax.adapters.lora_model import Lora
 from hfjax.adapters.low_rank import Adapter
 from hfjax.adapters.peft_config import CONFIG_FILE, TENSOR_FILE
 from hfjax.adapters.peft_rules import (
@@ -57,7 +57,7 @@ def export_adapter(
         >>> hfjax.adapters.export_adapter("my-adapter", layout, state)  # doctest: +SKIP
     """
     check_layout(layout)
-    content = AdapterContent(*_adapted_model(layout))
+    content = AdapterContent(*_lora_model(layout))
     content.check_dense_layers()
     mappings = content.mappings
     specs = _tensor_specs(layout, mappings, dtype)
@@ -72,7 +72,7 @@ def export_adapter(
     )
 
 
-def _adapted_model(layout: Layout) -> tuple[Lora, Pretrained]:
+def _lora_model(layout: Layout) -> tuple[Lora, Pretrained]:
     """Return the model of a layout, and its base."""
     model = layout.template.model_init
     if not isinstance(model, Lora):

@@ -189,6 +189,8 @@ class Generate(Saved):
 
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; for several repeat it, the seed grows by one (default: a line break)."""
+    chat: bool = False
+    """Ask each prompt by the model's chat template; write the answers."""
     tokens: int = 200
     """Number of tokens to write."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
@@ -231,9 +233,10 @@ def generate_command(argv: Sequence[str]) -> int:
     with leaving(), report_errors("generate"):
         args: Generate = parse_flags(Generate, argv, "generate")
         run, restored = saved_state(args, saved_config(args))
+        write = run.answered if args.chat else run.written
         with show_waiting("compiling and writing"):
             texts = [
-                run.written(restored.state, prompt, args.tokens, args.sampling.for_prompt(number))
+                write(restored.state, prompt, args.tokens, args.sampling.for_prompt(number))
                 for number, prompt in enumerate(args.prompt or ("\n",))
             ]
         text = "\n\n".join(texts)

@@ -125,6 +125,56 @@ class _OpenBins:
         self._bins.setdefault(room, []).append(bins)
 
 
+@dataclass(frozen=True)
+class FittedDocuments:
+    """The chunks of documents that examples hold, and what is left out.
+
+    A document longer than an example is split (chunks that share a token), cut (its first part
+    stays) or dropped.
+
+    Attributes:
+        starts: The position of each chunk's first token.
+        sizes: Their numbers of tokens.
+        num_long: The number of documents that are longer than an example.
+        num_uncounted: The documents left out since nothing that the loss counts remains of them.
+        num_dropped: The number of tokens in no chunk.
+    """
+
+    starts: np.ndarray
+    sizes: np.ndarray
+    num_long: int
+    num_uncounted: int
+    num_dropped: int
+
+
+def fit_documents(data: TokenSet, length: int, long: str) -> FittedDocuments:
+    """Return the chunks of a data set's documents, of at most length + 1 tokens each."""
+    offsets = np.asarray(data.documents)
+    sizes = np.diff(offsets)
+    num_long = int((sizes > length + 1).sum())
+    if long == "split":
+        starts, sizes = chunk_documents(offsets, length)
+        num_dropped = int((np.diff(offsets) < 2).sum())
+        return FittedDocuments(starts, sizes, num_long, 0, num_dropped)
+    fits = sizes <= length + 1
+    keep = sizes > 1 if long == "cut" else (sizes > 1) & fits
+    starts, sizes = offsets[:-1][keep], np.minimum(sizes[keep], length + 1)
+    is_counted = count_targets(data, starts, sizes) > 0
+    starts, sizes = starts[is_counted], sizes[is_counted]
+    num_uncounted = int((~is_counted).sum())
+    return FittedDocuments(starts, sizes, num_long, num_uncounted, len(data) - int(sizes.sum()))
+
+
+def count_targets(data: TokenSet, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the number of targets in each chunk that the loss counts; its first token is none."""
+    if not data.meta.is_counted or not len(starts):
+        return sizes - 1
+    bounds = np.stack([starts + 1, starts + sizes], axis=1).ravel()
+    counted = data.read_counted(0, len(data))
+    bounds_in_range = bounds[:-1] if bounds[-1] == len(counted) else bounds
+    return np.add.reduceat(counted, bounds_in_range, dtype=np.int64)[::2]
+
+
 ArrayDict = dict[str, np.ndarray]
 
 
@@ -185,30 +235,63 @@ class StreamExamples:
 class DocumentExamples:
     """Whole documents packed into examples; longer ones are cut, at a shared token.
 
-    So each token of a document but the first is a target once.
+    So each token of a document but the first is a target once; the mask is 0 for those that the
+    loss does not count.
+
+    Attributes:
+        data: The data set.
+        length: The number of targets of an example.
+        long: What becomes of a longer document: see `FittedDocuments`.
+        loss_per: token, or example: the mask then weighs the counted tokens of a document 1 in all.
     """
 
     data: TokenSet
     length: int
+    long: str = "split"
+    loss_per: str = "token"
 
     def __post_init__(self) -> None:
         check_length(self.length)
         if not len(self.plan):
-            raise ValueError(
-                f"{self.data.directory}: none of its {self.data.meta.documents} documents has two "
-                "tokens. Give more text."
+            raise ValueError(self._empty_message())
+
+    def _empty_message(self) -> str:
+        count = self.data.meta.documents
+        if self.data.meta.is_counted:
+            return (
+                f"{self.data.directory}: in none of its {count} conversations the loss counts a "
+                f"token within {self.length + 1} tokens. Lengthen the sequences: --model.seq-len."
             )
+        return (
+            f"{self.data.directory}: none of its {count} documents has two tokens. Give more text."
+        )
+
+    @cached_property
+    def fitted(self) -> FittedDocuments:
+        """The chunks of documents that examples hold."""
+        self.data.check_documents()
+        return fit_documents(self.data, self.length, self.long)
+
+    @cached_property
+    def _weights(self) -> np.ndarray:
+        """What a counted token of each chunk weighs; sorted by the chunk's start."""
+        starts, sizes = self.fitted.starts, self.fitted.sizes
+        if self.loss_per == "token":
+            return np.ones(len(starts), np.float32)
+        totals = count_targets(self.data, starts, sizes)
+        document = np.searchsorted(np.asarray(self.data.documents), starts, "right")
+        _, of_document = np.unique(document, return_inverse=True)
+        return (1 / np.maximum(np.bincount(of_document, totals), 1))[of_document].astype("float32")
 
     @cached_property
     def plan(self) -> PackedDocuments:
         """The chunks of each example: computed once, the same on every machine."""
-        self.data.check_documents()
-        return pack(*chunk_documents(self.data.documents, self.length), self.length + 1)
+        return pack(self.fitted.starts, self.fitted.sizes, self.length + 1)
 
     @property
     def dropped(self) -> int:
-        """The number of one-token documents: they have no target, and are in no example."""
-        return int((np.diff(self.data.documents) < 2).sum())
+        """The number of tokens that are in no example."""
+        return self.fitted.num_dropped
 
     @property
     def density(self) -> float:
@@ -221,6 +304,7 @@ class DocumentExamples:
     def __getitem__(self, index: int) -> ArrayDict:
         tokens = np.zeros(self.length + 1, np.int32)
         document_ids, offset = np.zeros_like(tokens), 0
+        weights = np.zeros(self.length + 1, np.float32)
         for document_id, (start, size) in enumerate(self.plan.example_chunks(index), 1):
             chunk = self.data.read(start, start + size)
             self.data.check_vocab(chunk, start)
@@ -228,8 +312,12 @@ class DocumentExamples:
                 chunk,
                 document_id,
             )
+            chunk_index = np.searchsorted(self.fitted.starts, start)
+            counted = self.data.read_counted(start, start + size)
+            weights[offset : offset + size] = counted * self._weights[chunk_index]
             offset += size
-        return {"tokens": tokens, "documents": document_ids, "mask": document_mask(document_ids)}
+        mask = document_mask(document_ids) * weights[1:]
+        return {"tokens": tokens, "documents": document_ids, "mask": mask}
 
 
 Examples = StreamExamples | DocumentExamples

@@ -1,4 +1,7 @@
-"""A data set on disk: `tokens.bin`, `documents.npy` and `meta.json` in a directory."""
+"""A data set on disk: `tokens.bin`, `documents.npy` and `meta.json` in a directory.
+
+Of chats it also has `counted.bin`, a byte for each token: 1 if the loss counts it.
+"""
 
 import json
 import mmap
@@ -34,7 +37,9 @@ from hfjax.utils.read_files import (
 from hfjax.utils.tables import quote
 
 FORMAT = 1
+COUNTED_FORMAT = 2  # of data sets with counted.bin, which no reader may pass over
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
+COUNTED = "counted.bin"
 SPLITS = ("train", "valid")
 CHUNK = 1 << 24  # bytes or tokens checked together
 SMALL = 1 << 26  # bytes: smaller files are read in full each time, in a fraction of a second
@@ -82,7 +87,7 @@ class Meta:
             raise ValueError(_not_a_dataset_message(directory))
         try:
             record = check_fields(parse_json(read_text(path)), {"format": integer(0)})
-            if record["format"] == FORMAT:
+            if record["format"] in (FORMAT, COUNTED_FORMAT):
                 return cls._from_json(record)
         except (ValueError, TypeError) as error:
             names = ", ".join(f.name for f in fields(cls))
@@ -92,9 +97,15 @@ class Meta:
                 "the data set again: hfjax data … --overwrite"
             ) from None
         raise ValueError(
-            f"{path}: format {record['format']}, this hfjax reads format {FORMAT}. Make the data "
-            "set again with this hfjax, or read it with the one that made it."
+            f"{path}: format {record['format']}, this hfjax reads formats {FORMAT} and "
+            f"{COUNTED_FORMAT}. Make the data set again with this hfjax, or read it with the one "
+            "that made it."
         )
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the loss counts some tokens only, as of chats."""
+        return self.format == COUNTED_FORMAT
 
     @classmethod
     def _from_json(cls, record: dict[str, Any]) -> "Meta":
@@ -104,7 +115,7 @@ class Meta:
         _check_dtype(meta)
         if meta.end is not None and meta.end >= meta.vocab:
             raise ValueError(f"end is {meta.end}, beyond a vocabulary of {meta.vocab}")
-        for name in (TOKENS, DOCUMENTS):
+        for name in (TOKENS, DOCUMENTS, *[COUNTED] * meta.is_counted):
             if name not in meta.crc32:
                 raise ValueError(f"crc32 has no {name}")
         for name in (*meta.crc32, *meta.samples):
@@ -143,6 +154,7 @@ class TokenSet:
         self.tokens = np.frombuffer(self._map, dtype)
         self.documents = self._open_offsets()
         self._documents_path = str(self.directory / DOCUMENTS)
+        self._counted = self._open_counted() if self.meta.is_counted else None
 
     def __reduce__(self) -> tuple:
         """Reopen the files in a copy, in this process or another one."""
@@ -187,6 +199,26 @@ class TokenSet:
         if self._map.size() < len(self._map):  # its size now, and when it was opened
             self._raise_truncated(TOKENS, len(self._map))
         return self.tokens[start:stop]
+
+    def read_counted(self, start: int, stop: int) -> np.ndarray:
+        """Return 1 for each token of [start, stop) that the loss counts; without a record, all.
+
+        Args:
+            start: The position of the first token.
+            stop: The position after the last one.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(9)], vocab=64).read_counted(3, 6).tolist()
+            [1, 1, 1]
+        """
+        if self._counted is None:
+            return np.ones(max(min(stop, len(self)) - start, 0), np.uint8)
+        if self._counted.size() < len(self._counted):
+            self._raise_truncated(COUNTED, len(self._counted))
+        return np.frombuffer(self._counted, np.uint8)[start:stop]
 
     def check_documents(self) -> None:
         """Refuse a documents file that was truncated since it was opened, before it is accessed.
@@ -293,15 +325,20 @@ class TokenSet:
             )
 
     def _check_size(self) -> None:
-        path, dtype = self.directory / TOKENS, np.dtype(self.meta.dtype)
-        size = _file_size(path)
-        expected = self.meta.tokens * dtype.itemsize
-        if size != expected:
-            how = "truncated" if size < expected else "longer than it was"
-            raise ValueError(
-                f"{path} is {how}: {size} bytes, {META} says {expected} ({self.meta.tokens} "
-                f"tokens of {dtype.name}). Copy it again, or make the data set again."
-            )
+        files = {TOKENS: self.meta.dtype} | ({COUNTED: "uint8"} if self.meta.is_counted else {})
+        for name, dtype in files.items():
+            path = self.directory / name
+            size, expected = _file_size(path), self.meta.tokens * np.dtype(dtype).itemsize
+            if size != expected:
+                how = "truncated" if size < expected else "longer than it was"
+                raise ValueError(
+                    f"{path} is {how}: {size} bytes, {META} says {expected} ({self.meta.tokens} "
+                    f"tokens of {dtype}). Copy it again, or make the data set again."
+                )
+
+    def _open_counted(self) -> mmap.mmap:
+        with open(self.directory / COUNTED, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _open_offsets(self) -> np.ndarray:
         path, count = self.directory / DOCUMENTS, self.meta.documents + 1

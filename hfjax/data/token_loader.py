@@ -12,10 +12,11 @@ import numpy as np
 from hfjax.data.examples import DocumentExamples, Examples, StreamExamples, TokenExamples
 from hfjax.data.indexed_loader import IndexedLoader, check_batch_size, check_epochs, check_numbers
 from hfjax.data.sampler import example_order
-from hfjax.data.token_dataset import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
+from hfjax.data.token_dataset import COUNTED, DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
 from hfjax.utils.keywords import strict_fields
 
 PACKINGS = ("stream", "documents")
+LONG_CHATS, LOSS_PER = ("cut", "drop"), ("token", "example")
 Sets = TokenSet | str | Path | Sequence[TokenSet | str | Path]
 
 
@@ -38,6 +39,9 @@ class Loader(IndexedLoader):
         local_examples: The examples of each batch that this process loads (`share`). None: all.
         weights: Relative sampling rates of several data sets. None: equal.
         documents: Whether examples of a stream have document numbers and a mask.
+        long_chats: What becomes of a conversation longer than an example: cut (its beginning stays)
+            or drop. Other packed documents are split, in chunks that share a token.
+        loss_per: token, or example: the mask gives each packed document the same weight.
         pad_last: Whether to pad the last batch with examples of mask 0 instead of dropping it.
         threads: The number of reading threads; 0: the caller only.
         prefetch: The number of batches to prefetch, at least `threads`.
@@ -62,6 +66,8 @@ class Loader(IndexedLoader):
     local_examples: Sequence[int] | np.ndarray | None = None
     weights: Sequence[float] | None = None  # of several data sets
     documents: bool = False  # a stream with document numbers and mask
+    long_chats: str = "cut"  # longer than an example
+    loss_per: str = "token"
     pad_last: bool = False  # pad the last batch with examples of mask 0, do not drop it
     threads: int = 2
     prefetch: int = 4  # batches read ahead
@@ -71,6 +77,10 @@ class Loader(IndexedLoader):
         check_numbers(self, least, ("shuffle", "documents", "pad_last"))
         if self.packing not in PACKINGS:
             raise ValueError(f"packing={self.packing!r}: one of {', '.join(PACKINGS)}.")
+        if self.long_chats not in LONG_CHATS:
+            raise ValueError(f"long_chats={self.long_chats!r}: one of {', '.join(LONG_CHATS)}.")
+        if self.loss_per not in LOSS_PER:
+            raise ValueError(f"loss_per={self.loss_per!r}: one of {', '.join(LOSS_PER)}.")
         check_epochs(self)
         _check_weights(self)
         content = f"the data has {self.examples_per_epoch} examples of {self.seq_len} tokens"
@@ -130,8 +140,27 @@ class Loader(IndexedLoader):
         for data in token_sets:
             data.check()
         if self.packing == "documents":
-            return [DocumentExamples(data, self.seq_len) for data in token_sets]
+            long = lambda data: self.long_chats if data.meta.is_counted else "split"
+            return [
+                DocumentExamples(data, self.seq_len, long(data), self.loss_per)
+                for data in token_sets
+            ]
+        self._check_stream(token_sets)
         return [StreamExamples(data, self.seq_len, self.documents) for data in token_sets]
+
+    def _check_stream(self, token_sets: Sequence[TokenSet]) -> None:
+        """Refuse options of whole documents, and conversations, in a stream."""
+        counted = next((data for data in token_sets if data.meta.is_counted), None)
+        if counted is not None:
+            raise ValueError(
+                f"{counted.directory} holds conversations, which are read whole: give "
+                "packing='documents' (--data.packing documents)."
+            )
+        if self.loss_per != "token":
+            raise ValueError(
+                f"loss_per={self.loss_per!r}: it is of whole documents. Give packing='documents' "
+                "(--data.packing documents), or leave it out."
+            )
 
     @property
     def _weights(self) -> list[float]:
@@ -149,6 +178,8 @@ class Loader(IndexedLoader):
             "seed": self.seed,
             "weights": self._weights,
             "data": [_dataset_identity(examples) for examples in self._sets],
+            **({} if self.long_chats == "cut" else {"long chats": self.long_chats}),
+            **({} if self.loss_per == "token" else {"loss per": self.loss_per}),
         }
 
     def _make_source(self) -> TokenExamples:
@@ -189,6 +220,7 @@ def _dataset_identity(examples: Examples) -> dict[str, int]:
         "rows": len(examples),
         "crc32": crc32[TOKENS],
         "crc32 of documents": crc32[DOCUMENTS],
+        **({"crc32 of counted": crc32[COUNTED]} if COUNTED in crc32 else {}),
     }
 
 

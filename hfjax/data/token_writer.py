@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from hfjax.data.token_dataset import (
+    COUNTED,
+    COUNTED_FORMAT,
     DOCUMENTS,
+    FORMAT,
     META,
     SMALL,
     SPLITS,
@@ -27,12 +30,16 @@ from hfjax.utils.tables import quote
 
 
 class TokenWriter:
-    """Appends documents to a new directory; `finish` writes the metadata."""
+    """Appends documents to a new directory; `finish` writes the metadata.
 
-    def __init__(self, directory: Path, vocab: int) -> None:
+    With `is_counted` each document says which of its tokens the loss counts.
+    """
+
+    def __init__(self, directory: Path, vocab: int, is_counted: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.vocab, self.dtype = directory, vocab, dtype_for(vocab)
         self._file = (directory / TOKENS).open("wb")
+        self._counted = (directory / COUNTED).open("wb") if is_counted else None
         self._offsets = array("q", [0])
         self.text_bytes = 0
 
@@ -65,6 +72,13 @@ class TokenWriter:
         self._offsets.append(self._offsets[-1] + count)
         self.text_bytes += text_bytes
 
+    def add_counted(self, tokens: np.ndarray, counted: np.ndarray, location: str) -> None:
+        """Append a document, and for each of its tokens whether the loss counts it."""
+        assert self._counted is not None
+        assert tokens.shape == counted.shape
+        self.add(tokens, location)
+        self._counted.write(np.ascontiguousarray(counted, np.uint8).data)
+
     def finish(
         self, tokenizer: ByteTokenizer | TrainedTokenizer | None, end: int | None, sources: list
     ) -> Meta:
@@ -84,6 +98,7 @@ class TokenWriter:
             tokenizer="none" if tokenizer is None else tokenizer.kind,
             sources=sources,
             crc32={path.name: crc32(path) for path in files},
+            format=FORMAT if self._counted is None else COUNTED_FORMAT,
             samples={
                 path.name: sampled_crc32(path) for path in files if path.stat().st_size > SMALL
             },
@@ -92,8 +107,10 @@ class TokenWriter:
         return meta
 
     def close(self) -> None:
-        """Close the token file."""
+        """Close the files of tokens."""
         self._file.close()
+        if self._counted is not None:
+            self._counted.close()
 
 
 def write_tokens(

@@ -283,6 +283,17 @@ class RunComponents:
         """
         return self.texts.complete_prompt(self.layout, state, prompt, count, sampling)
 
+    def answered(self, state: hfjax.State, prompt: str, count: int, sampling: Sampling) -> str:
+        """Return the answer of at most `count` tokens to a message, by the chat template.
+
+        Args:
+            state: A state of the layout.
+            prompt: The user's message.
+            count: Number of tokens to generate; what follows the end of the turn is left out.
+            sampling: How the next token is chosen, `hfjax.trainer.sampling.Sampling()`.
+        """
+        return self.texts.answer_prompt(self.layout, state, prompt, count, sampling)
+
     def startup_notes(self) -> list[str]:
         """Return the lines below the summary: of the task, and which parameters muon updates."""
         return [*self.task.startup_notes(), *optimizer_notes(self.layout)]

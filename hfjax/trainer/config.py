@@ -6,55 +6,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
+from hfjax.data.chat.build_chats import ChatOptions
+from hfjax.data.chat.conversations import is_chat_file
+from hfjax.data.chat.template import TODAY
 from hfjax.parallel.offload.activations import Offload
 from hfjax.parallel.precision.auto import replace_auto
 from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import AUTO, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
+from hfjax.trainer.config_checks import LARGEST, MOST, check_bounds, check_float32
 from hfjax.trainer.lora_config import LoraConfig
 from hfjax.trainer.profile import parse_steps
 from hfjax.utils.hub import is_model_name, parse_dataset, parse_model
-from hfjax.utils.keywords import is_int, is_real
+from hfjax.utils.keywords import is_real
 from hfjax.utils.read_files import brief
 from hfjax.utils.tables import quote
 
 Names = tuple[str, ...]
-
-
-MOST = 2**31 - 1  # of counts and seconds
 FSDP_AXES = ("fsdp", "expert", "context")  # over which FSDP shards parameters
-LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-
-
-def check_bounds(settings: Any, prefix: str, most: float = MOST, **least: float) -> None:
-    """Refuse settings that are out of bounds or not numbers; None is allowed."""
-    for name, bound in least.items():
-        value = getattr(settings, name)
-        if value is None:
-            continue
-        number = is_real(value, -math.inf, math.inf)
-        counts = settings.__dataclass_fields__[name].type in (int, int | None)
-        if counts and number and not is_int(value, -MOST, 2**63) and bound <= value <= most:
-            flag = f"{prefix}{name}".replace("_", "-")
-            raise ValueError(
-                f"--{flag} {brief(value)}: a number from {bound} on is needed, a whole one."
-            )
-        if not number or not bound <= value <= most:
-            flag = f"{prefix}{name}".replace("_", "-")
-            to = f"to {int(most) if most < 2**53 else most}" if number and value > most else "on"
-            raise ValueError(f"--{flag} {brief(value)}: a number from {bound} {to} is needed.")
-
-
-def check_float32(settings: Any, prefix: str, *names: str) -> None:
-    """Refuse numbers below 0, and those that float32 makes infinite or 0."""
-    check_bounds(settings, prefix, LARGEST, **dict.fromkeys(names, 0))
-    for name in names:
-        if 0 < (value := getattr(settings, name) or 0) < SMALLEST:
-            flag = f"{prefix}{name}".replace("_", "-")
-            raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
 def pretrained_conflict(flag: str, value: Any, folder: str) -> str:
@@ -245,15 +215,25 @@ class DataConfig:
     """The data."""
 
     train: Names = ()
-    """Folders of hfjax data, of images, or hub:ORG/NAME (default: Python's library, as bytes)."""
+    """Folders of hfjax data, images; chats.jsonl; hub:ORG/NAME (default: Python's library)."""
     valid: str | None = None
-    """Folder, or hub:ORG/NAME, to validate on (default: the part valid of the first of train)."""
+    """Folder, chats or hub:ORG/NAME to validate on (default: part valid of the first of train)."""
     factory: str | None = None
     """Your own data: file.py:function of (split, seed), a grain.MapDataset (default: none)."""
     weights: tuple[float, ...] | None = None
     """Relative frequencies of several training folders (default: all alike)."""
-    packing: Literal["stream", "documents"] = "stream"
-    """stream: cut running text; documents: pack complete ones, with masks."""
+    packing: Literal["stream", "documents"] | None = None
+    """stream: cut running text; documents: pack complete ones (default: stream; of chats these)."""
+    template: Path | None = None
+    """File of Jinja that writes chats (default: the template of --model.pretrained)."""
+    turns: Literal["all", "each"] = "all"
+    """Examples of chats: one for all turns of the assistant, or one for each."""
+    long: Literal["cut", "drop"] = "cut"
+    """Chats longer than --model.seq-len: cut the end, or drop them."""
+    loss_per: Literal["token", "example"] = "token"
+    """Mean of the loss over counted tokens, or over chats (packed documents)."""
+    date: str = TODAY
+    """Date of chats, which some templates write."""
     epochs: int | None = None
     """Maximum number of epochs, if --steps is not reached first (default: no limit)."""
     image_size: int | None = None
@@ -277,11 +257,29 @@ class DataConfig:
             parse_dataset(name)
         check_bounds(self, "data.", 1, flip=0)
         self._check_factory()
+        self._check_chats()
         check_float32(self, "data.", "brightness", "contrast", "saturation")
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] < MOST:
             raise ValueError(
                 f"--data.crop-scale {self.crop_scale[0]} {self.crop_scale[1]}: the least and the "
                 "largest, above 0."
+            )
+
+    def _check_chats(self) -> None:
+        """Refuse flags of chats that are wrong, or that no file of chats uses."""
+        ChatOptions(self.turns, self.date)
+        has_chats = any(map(is_chat_file, filter(None, (*self.train, self.valid))))
+        for name in ("template", "turns", "date"):
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default and not has_chats:
+                raise ValueError(
+                    f"--data.{name} {value}: it is of chats, and --data.train names no file of "
+                    "them (.jsonl, .parquet). Leave it out."
+                )
+        if self.loss_per != "token" and self.packing == "stream":
+            raise ValueError(
+                f"--data.loss-per {self.loss_per} beside --data.packing stream, which has no "
+                "examples of its own: give --data.packing documents, or leave one of the two out."
             )
 
     def _check_factory(self) -> None:

@@ -338,11 +338,13 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     absolute = lambda path: None if path is None else os.path.abspath(path)
     data_set = lambda path: path if path and parse_dataset(path) else absolute(path)
     code = lambda name: absolute(name) if name is not None and ".py:" in name else name
+    template = config.data.template
     data = replace(
         config.data,
         train=tuple(map(data_set, config.data.train)),
         valid=data_set(config.data.valid),
         factory=code(config.data.factory),
+        template=None if template is None else Path(os.path.abspath(template)),
     )
     model_source = config.model.pretrained
     is_name = model_source is not None and is_model_name(model_source)

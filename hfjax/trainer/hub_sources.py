@@ -167,7 +167,7 @@ def _prepare(name: HubName, tokenizer: str | Path) -> Path:
     if is_data_set(path):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(path.with_name(f".{path.name}.lock")):
+    with lock_file(path.with_name(f".{path.name}.lock")):
         if not is_data_set(path):
             _build(name, path, tokenizer)
     return path
@@ -183,7 +183,7 @@ def _folder_name(name: HubName, tokenizer: str | Path) -> str:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Hold a file's lock, which the system frees if this process dies; wait for whoever has it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

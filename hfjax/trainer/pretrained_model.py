@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import hfjax
-from hfjax.adapters.adapted_model import Lora, lora
+from hfjax.adapters.lora_model import Lora, lora
 from hfjax.distributed.consensus import check_same, run_on_all, run_on_first
 from hfjax.distributed.exchange import gather_values
 from hfjax.models.gpt import GPTConfig

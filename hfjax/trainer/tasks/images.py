@@ -41,7 +41,7 @@ TEXT_OPTS = (
     *("seq_len", "num_layers", "num_heads", "hidden_size", "num_kv_heads", "intermediate_size"),
     *("head_dim", "num_experts", "top_k", "capacity_factor"),
 )
-TOKEN_OPTS = ("weights", "packing")
+TOKEN_OPTS = ("weights", "packing", "template", "turns", "long", "loss_per", "date")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import jax.numpy as jnp
 
 import hfjax
 from hfjax.data import Loader, TokenSet, standard_library
+from hfjax.data.chat.encode import ChatEncoder
+from hfjax.data.chat.template import TemplateProcess, load_template
 from hfjax.data.token_dataset import SPLITS, check_same_tokenizer, check_tokenizer
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.mesh import EXPERTS
+from hfjax.trainer.chat_sources import chat_files, chat_line, prepare_chats, reads_chats
 from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.hub_sources import prepare_data
 from hfjax.trainer.model import ROUND_TO, ModelChoice, choose_model
@@ -28,6 +32,7 @@ from hfjax.trainer.pretrained_model import (
 )
 from hfjax.trainer.sampling import MeanLoss, Sampling, encode_prompt, generate, mean_loss
 from hfjax.utils.hub import parse_dataset
+from hfjax.utils.tables import quote
 from hfjax.weights.pretrained import Pretrained
 
 MAX_PADDED_BATCH = 1 << 16  # examples that a batch of a small data set may be padded to
@@ -85,7 +90,7 @@ class TextTask:
         """Return the shapes of a batch of token sequences."""
         batch_size, length = self.config.global_batch_size, self.model.length
         batch = {"tokens": jax.ShapeDtypeStruct((batch_size, length + 1), jnp.int32)}
-        if self.config.data.packing == "documents":
+        if self.packing == "documents":
             batch["documents"] = jax.ShapeDtypeStruct((batch_size, length + 1), jnp.int32)
             batch["mask"] = jax.ShapeDtypeStruct((batch_size, length), jnp.float32)
         return batch
@@ -95,9 +100,19 @@ class TextTask:
         return f"sequences of {self.model.length} tokens"
 
     def startup_notes(self) -> list[str]:
-        """Return the lines to print before training, about a folder's model."""
+        """Return the lines to print before training, about a folder's model and chats."""
         if self.pretrained is None:
             return []
+        return [*self._model_notes(), *self._chat_notes()]
+
+    def _chat_notes(self) -> list[str]:
+        """Return a line for each file of conversations."""
+        c, length = self.config.data, self.model.length
+        files = chat_files(c)
+        return [chat_line(name, TokenSet(self.folders[name]), length, c.long) for name in files]
+
+    def _model_notes(self) -> list[str]:
+        assert self.pretrained is not None
         lines, rate = (
             [length_note(self.pretrained, self.model.length)],
             self.config.optimizer.learning_rate,
@@ -162,10 +177,27 @@ class TextTask:
         if self.pretrained is not None and model is None and any(map(parse_dataset, names)):
             raise ValueError(missing_tokenizer(self.pretrained.folder))
         tokenizer = "bytes" if model is None else model.folder.path
-        return {
-            name: prepare_data(name, tokenizer) if parse_dataset(name) else Path(name)
-            for name in names
-        }
+        folders = {name: self._prepare_chats(name) for name in chat_files(c)}
+        folders |= {name: prepare_data(name, tokenizer) for name in names if parse_dataset(name)}
+        return {name: folders.get(name, Path(name)) for name in names}
+
+    def _prepare_chats(self, name: str) -> Path:
+        """Return the folder of tokens of a file of conversations; refuse it without a tokenizer."""
+        if self.pretrained is None:
+            raise ValueError(
+                f"--data.train {quote(name)}: conversations are written by the template and the "
+                "tokenizer of a model. Give --model.pretrained FOLDER; or if the file is of plain "
+                f"text, make a data set of it: hfjax data {quote(name)} --data-dir DIR"
+            )
+        if self._tokenizing_model is None:
+            raise ValueError(missing_tokenizer(self.pretrained.folder))
+        return prepare_chats(name, self._tokenizing_model, self.config.data)
+
+    @cached_property
+    def packing(self) -> str:
+        """How examples are made of text: conversations are packed whole."""
+        default = "documents" if reads_chats(self.config.data) else "stream"
+        return self.config.data.packing or default
 
     @cached_property
     def _library(self) -> Path:
@@ -203,8 +235,9 @@ class TextTask:
         return self._make_loader(local_slice, tokens, shuffle=False, epochs=1, pad_last=True)
 
     def _make_loader(self, local_slice: Callable, data: Any, **fields: Any) -> Loader:
-        batch, packing = self.config.global_batch_size, self.config.data.packing
-        loader = Loader(data, batch, self.model.length, packing=packing, **fields)
+        batch, c = self.config.global_batch_size, self.config.data
+        fields |= {"packing": self.packing, "long_chats": c.long, "loss_per": c.loss_per}
+        loader = Loader(data, batch, self.model.length, **fields)
         loader.check(self.model.vocab, self.model.max_length)
         if batch > max(loader.examples_per_epoch, MAX_PADDED_BATCH):
             raise ValueError(
@@ -228,13 +261,44 @@ class TextTask:
         self, layout: hfjax.Layout, state: hfjax.State, prompt: str, count: int, sampling: Sampling
     ) -> str:
         """Return a prompt followed by the text of `count` generated tokens."""
-        tokenizer = self.tokenizer
-        tokens = encode_prompt(prompt, tokenizer)
+        tokens = encode_prompt(prompt, self.tokenizer)
+        new_tokens = self._generate(layout, state, tokens, count, sampling)
+        return self.tokenizer.decode([*tokens, *new_tokens])
+
+    def answer_prompt(
+        self, layout: hfjax.Layout, state: hfjax.State, prompt: str, count: int, sampling: Sampling
+    ) -> str:
+        """Return the answer to a user's message, by the chat template, to the end of the turn."""
+        model, c = self._tokenizing_model, self.config.data
+        if model is None:
+            raise ValueError(
+                "--chat: a chat is written by the template and the tokenizer of a model, and this "
+                "run did not begin with --model.pretrained. Leave it out."
+            )
+        encoder = ChatEncoder(model.tokenizer)
+        marking = encoder.specials.mark([{"role": "user", "content": prompt}])
+        with TemplateProcess(load_template(model.folder.path, c.template), c.date) as process:
+            (rendered,) = process.render([(marking.messages, True)], "--prompt")
+        ((tokens, _),) = encoder.encode([marking.unmark(rendered)])
+        new_tokens = self._generate(layout, state, tokens.tolist(), count, sampling)
+        ends = {
+            model.tokenizer.end,
+            *map(model.tokenizer.inner.token_to_id, encoder.specials.by_text),
+        }
+        return self.tokenizer.decode(takewhile(lambda token: token not in ends, new_tokens))
+
+    def _generate(
+        self,
+        layout: hfjax.Layout,
+        state: hfjax.State,
+        tokens: list[int],
+        count: int,
+        sampling: Sampling,
+    ) -> list[int]:
         padded = -(-(len(tokens) + count) // ROUND_TO) * ROUND_TO  # prompts share a program
         length = min(self.model.length, padded)
-        fields: Any = {"length": length, "vocab": tokenizer.vocab, "sampling": sampling}
-        new_tokens = generate(layout, state, tokens, count, **fields)
-        return tokenizer.decode([*tokens, *new_tokens])
+        fields: Any = {"length": length, "vocab": self.tokenizer.vocab, "sampling": sampling}
+        return [int(token) for token in generate(layout, state, tokens, count, **fields)]
 
 
 def split_folder(folder: Path, split: str) -> Path | None:
