@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hfjax.adapters.lora_model import Lora, LoraOptions
 from hfjax.adapters.adapter_weights import AdapterFiles
+from hfjax.adapters.lora_model import Lora, LoraOptions
 from hfjax.adapters.low_rank import LinearMap
 from hfjax.adapters.peft_config import (
     CONFIG_FILE,
