@@ -342,6 +342,16 @@ def test_experts_that_train_whole_are_not_written(place, tmp_path):
         export_adapter(tmp_path / "out", layout, hfjax.init(layout))
 
 
+def test_adapters_of_dense_layers_among_experts_are_merged_but_not_written(tmp_path):
+    model = pretrained_of("qwen3_moe", tmp_path / "base")
+    layout = layout_of(lora(model, rank=2, targets=["mlp"]))
+    state = hfjax.init(layout)
+    with pytest.raises(ValueError, match="a dense layer of a model with experts: peft takes"):
+        export_adapter(tmp_path / "out", layout, state)
+    merged = in_files(model, layout, state, tmp_path / "merged")
+    assert len(merged) == len(model.mappings)
+
+
 def test_ranks_and_alphas_by_pattern_are_written_as_peft_reads_them(place, tmp_path):
     model = base_of(place, "gpt2")
     patterns = {"rank_pattern": {"qkv": 3}, "alpha_pattern": {"attention/out": 7.5}}

@@ -1,5 +1,6 @@
 """Write the adapters of a state as peft's files: adapter_model.safetensors, adapter_config.json."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from hfjax.weights.save import TensorSpecs, full_precision_params, write_files, 
 from hfjax.weights.tensor_files import KNOWN_TYPES, plan_file
 from hfjax.weights.tensor_rules import TensorMapping
 
+ATTENTION = re.compile(r"attn")  # in names of modules
 EMBEDDING = "embed_tokens"  # the name of an embedding whose head peft can keep tied to it
 
 
@@ -56,6 +58,7 @@ def export_adapter(
     """
     check_layout(layout)
     content = AdapterContent(*_lora_model(layout))
+    content.check_dense_layers()
     mappings = content.mappings
     specs = _tensor_specs(layout, mappings, dtype)
     tensors = {t.name: t for t in plan_file(Path(TENSOR_FILE), specs)}
@@ -124,6 +127,21 @@ class AdapterContent:
         """The adapter of each module, by its name in transformers."""
         adapters = self.model.adapters
         return {module_name(m): x for x in adapters for m in self.matrices[x.map.name]}
+
+    def check_dense_layers(self) -> None:
+        """Refuse adapters of dense MLPs beside experts.
+
+        Peft takes their names, however they are written, for those of the experts, which
+        transformers 5 fuses (`_convert_peft_config_moe`), and would leave them out.
+        """
+        has_experts = any("{expert}" in m.rule.theirs for m in self.base.mappings)
+        dense = [name for name in self.adapter_of if not ATTENTION.search(name)]
+        if has_experts and dense:
+            raise ValueError(
+                f"export_adapter: {dense[0]} has an adapter, a dense layer of a model with "
+                "experts: peft takes its name for one of an expert, and would not read it. Write "
+                'the whole model (hfjax.export, --merge), or train targets=["attention"].'
+            )
 
     @cached_property
     def saved(self) -> list[TensorMapping]:
