@@ -17,7 +17,7 @@ from hfjax.utils.paths import flatten
 
 SIZES: Any = {"vocab": 64, "layers": 2, "heads": 4, "embed": 32}
 LLAMA = LlamaConfig(**SIZES, length=16, kv_heads=2, mlp=48)
-BATCH = {"tokens": np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)}
+BATCH: Any = {"tokens": np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)}
 OPTIMIZER = optax.adam(1e-2)
 
 
