@@ -262,6 +262,8 @@ class Linear(nnx.Module):
             y = y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(batch_shape)))
         if self.lora is not None:
             change = self.lora(given)
+            if self.between[1] == "embed" and len(batch_shape) == 2:
+                y = self.place(y, STREAM)  # as the change: partial sums are reduce-scattered first
             y = y.astype(jnp.promote_types(y.dtype, change.dtype)) + change
         return y.astype(dtype)
 

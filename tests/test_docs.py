@@ -90,6 +90,10 @@ SMALL = {  # what is too long for a test, and what stands for it
         "batch_size=16": "batch_size=8",
         "count=4": "count=8",
     },
+    "docs/adapters.md": {
+        "--valid 0.01": "--valid 0.1",
+        "--lr 1e-4": "--lr 1e-4 --steps 2 --log.sample-tokens 0 --model.seq-len 16",
+    },
     "docs/pretrained.md": {
         "--valid 0.01": "--valid 0.1",
         "--lr 1e-5 --precision": "--steps 2 --log.sample-tokens 0 --model.seq-len 16 --precision",
@@ -197,6 +201,7 @@ def for_vision() -> None:
 
 
 FILES = {  # what a page's commands read of yours: texts, images, models' folders
+    "docs/adapters.md": for_pretrained_cli,
     "docs/data.md": for_data,
     "docs/migration.md": for_migration,
     "docs/pretrained.md": for_pretrained,

@@ -17,7 +17,7 @@ from hfjax.utils.paths import flatten
 
 SIZES: Any = {"vocab": 64, "layers": 2, "heads": 4, "embed": 32}
 LLAMA = LlamaConfig(**SIZES, length=16, kv_heads=2, mlp=48)
-BATCH = {"tokens": np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)}
+BATCH: Any = {"tokens": np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)}
 OPTIMIZER = optax.adam(1e-2)
 
 
@@ -128,3 +128,29 @@ def test_the_base_has_no_gradient_no_optimizer_state_and_does_not_change():
     assert 8 * sum(layout.gradient_bytes.values()) == 4 * sum(sizes)
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
     assert sum(x.size for x in moments) == 2 * sum(sizes)
+
+
+def sent(model: Any, strategy: Any, mesh: dict, **execution: Any) -> Any:
+    """Return the collectives of a compiled step."""
+    devices = jax.devices()[: math.prod(mesh.values())]
+    layout = hfjax.layout(model, OPTIMIZER, hfjax.make_mesh(devices=devices, **mesh), strategy)
+    step = hfjax.train_step(layout, next_token_loss, **execution)
+    shapes = {"tokens": jax.ShapeDtypeStruct((8, 17), jnp.int32)}
+    return hfjax.collectives(step.lower(shapes).compile())
+
+
+def test_fsdp_reduces_the_gradients_of_adapters_alone_for_each_microbatch():
+    fsdp, lora = hfjax.FSDP.edit(replicate_below=0), adapted()
+    found = sent(lora, fsdp, {"fsdp": 4}, gradient_accumulation_steps=2)
+    sizes = [a.rank * sum(a.map.sizes) * LLAMA.layers for a in lora.adapters]
+    assert found.total("reduce-scatter") == 2 * 4 * sum(sizes)
+
+
+def test_tensor_parallelism_sends_ranks_in_place_of_activations():
+    tensor, mesh = hfjax.TENSOR | hfjax.SEQUENCE, {"tensor": 2}
+    plain, low_rank = sent(llama, tensor, mesh), sent(adapted(), tensor, mesh)
+    activation = 4 * 8 * 16 * LLAMA.embed
+    is_large = lambda row: row.bytes >= activation
+    count = lambda found: sum(row.count for row in found if is_large(row))
+    assert count(low_rank) == count(plain) - 2  # no gradient of the embedding, nor of the head
+    assert low_rank.count("all-to-all") == 0

@@ -150,7 +150,7 @@ def test_wrong_flags_are_refused(options, message):
 )
 def test_a_model_refuses_what_it_has_no_maps_for(place, changes, message):
     with pytest.raises(ValueError, match=message):
-        RunComponents(small(place, "refused", **changes)).model
+        _ = RunComponents(small(place, "refused", **changes)).model
 
 
 def test_adapters_need_a_trained_model():

@@ -25,7 +25,7 @@ SECTIONS = {  # of the site: each page stands in one of them
         *("choose", "memory", "plan", "several_nodes", "processes", "checkpoints", "data"),
         *("training", "custom_loops", "evaluate", "profile_and_tune", "any_model", "optimizers"),
         "precision",
-        *("pretrained", "vision", "kernels", "ahead_of_time"),
+        *("pretrained", "adapters", "vision", "kernels", "ahead_of_time"),
     ],
     "Coming from": ["plain_jax", "migration"],
     "Concepts": [

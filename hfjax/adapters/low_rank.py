@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -101,7 +102,7 @@ class LowRank(nnx.Module):
         )
         self.a = nnx.Param(a, axes=(*axes[:inputs], None))
         self.b = nnx.Param(jnp.zeros((rank, *shape[inputs:])), axes=(None, *axes[inputs:]))
-        self.reads_stream = axes[0] == "embed"
+        self.reads_stream, self.outputs = axes[0] == "embed", axes[inputs:]
         self.scale, self.dropout = scale, Dropout(dropout, rngs=rngs)
         self.place = no_constraint
 
@@ -111,15 +112,42 @@ class LowRank(nnx.Module):
         Args:
             x: The input of the map: its inputs are the last dimensions.
         """
-        a, b = jnp.asarray(self.a[...]), jnp.asarray(self.b[...])
-        rank, batch_shape = a.shape[-1], x.shape[: x.ndim - a.ndim + 1]
-        x = self.dropout(x.astype(a.dtype)).reshape(*batch_shape, -1)
-        h: Any = project(lambda y: y, x, a.reshape(-1, rank))
-        h = h * self.scale
-        if len(batch_shape) == 2:  # the dimensions of [B, S, …] have names
-            h = self.place(h, FULL_SEQUENCE, STREAM) if self.reads_stream else self.place(h, STREAM)
-        y: Any = project(lambda y: y, h, b.reshape(rank, -1))
-        return y.reshape(*batch_shape, *b.shape[1:])
+        a = jnp.asarray(self.a[...])
+        return self.expand(self.contract(self.dropout(x.astype(a.dtype)), a))
+
+    def contract(self, x: jax.Array, a: jax.Array) -> jax.Array:
+        """Return x A, whole on each device: it is small, so that it is sent in place of x.
+
+        Args:
+            x: The input of the map.
+            a: A, or those of several adapters of one map side by side.
+        """
+        batch_shape = x.shape[: x.ndim - a.ndim + 1]
+        operands = x.reshape(*batch_shape, -1), a.reshape(-1, a.shape[-1])
+        h = _matmul(self.place, *operands)
+        if len(batch_shape) != 2:  # the dimensions of [B, S, …] have names
+            return h
+        if self.reads_stream:
+            h = self.place(h, STREAM)
+        return self.place(h, FULL_SEQUENCE, STREAM if self.reads_stream else None)
+
+    def expand(self, h: jax.Array) -> jax.Array:
+        """Return s h B, placed as the outputs of the map.
+
+        Args:
+            h: The input times A.
+        """
+        b = jnp.asarray(self.b[...])
+        y = _matmul(self.place, h * self.scale, b.reshape(b.shape[0], -1))
+        y = y.reshape(*h.shape[:-1], *b.shape[1:])
+        if h.ndim != 3:
+            return y
+        return self.place(y, ("batch", None, *self.outputs) if self.reads_stream else STREAM)
+
+
+def _matmul(place: Any, x: jax.Array, kernel: jax.Array) -> Any:
+    """Return x @ kernel; of a sharded sequence batch and sequence stay two dimensions."""
+    return x @ kernel if place.axes("seq") else project(lambda y: y, x, kernel)
 
 
 class LowRankParts(nnx.Module):
@@ -141,15 +169,18 @@ class LowRankParts(nnx.Module):
         Args:
             x: The input of the map.
         """
-        changes = {name: getattr(self, name)(x) for name, _ in self.parts if hasattr(self, name)}
-        y = next(iter(changes.values()))
-        dim = x.ndim - self._num_inputs + 1
+        adapters = {name: getattr(self, name) for name, _ in self.parts if hasattr(self, name)}
+        first = next(iter(adapters.values()))
+        if first.dropout.rate:  # each has its own mask
+            changes = {name: adapter(x) for name, adapter in adapters.items()}
+        else:
+            a = jnp.concatenate([adapter.a[...] for adapter in adapters.values()], axis=-1)
+            ends = list(accumulate(adapter.a.shape[-1] for adapter in adapters.values()))
+            parts = jnp.split(first.contract(x.astype(a.dtype), a), ends[:-1], axis=-1)
+            pairs = zip(adapters.items(), parts, strict=True)
+            changes = {name: adapter.expand(h) for (name, adapter), h in pairs}
+        y = changes[next(iter(changes))]
+        dim = x.ndim - first.a[...].ndim + 2
         zeros = lambda size: jnp.zeros((*y.shape[:dim], size, *y.shape[dim + 1 :]), y.dtype)
         blocks = [changes.get(name, zeros(size)) for name, size in self.parts]
         return jnp.concatenate(blocks, axis=dim)
-
-    @property
-    def _num_inputs(self) -> int:
-        """How many of the last dimensions of x are inputs."""
-        adapter = next(getattr(self, name) for name, _ in self.parts if hasattr(self, name))
-        return adapter.a[...].ndim - 1
