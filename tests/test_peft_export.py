@@ -12,6 +12,7 @@ from hfjax.__main__ import main
 from hfjax.data import prepare
 from hfjax.trainer import TrainConfig, train
 from hfjax.trainer.config import CheckpointConfig, MeshConfig, ModelConfig
+from hfjax.trainer.config_io import save as save_config
 from hfjax.trainer.lora_config import LoraConfig
 from hfjax.weights.tensor_files import read_header, read_rows
 from tests.small_model_folder import small_folder
@@ -22,14 +23,15 @@ FILE = "adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a model, a run of its adapters, and one of all its parameters."""
+    """A folder with a model, a run of its adapters, and one that says it has none."""
     made = tmp_path_factory.mktemp("export")
     (made / "bytes").mkdir()
     corpus(made / "bytes")
     small_folder(made / "llama", files=2)
     prepare(made / "bytes" / "texts", made / "data", tokenizer=str(made / "llama"), valid=0.2)
     train(config_of(made, "adapters", LoraConfig(rank=2, alpha=3.0)))
-    train(config_of(made, "whole", LoraConfig()))
+    (made / "whole").mkdir()
+    save_config(config_of(made, "whole", LoraConfig()), made / "whole" / "config.yaml")
     return made
 
 
