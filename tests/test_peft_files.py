@@ -21,6 +21,7 @@ from hfjax.adapters import Lora, export_adapter, load_adapter, lora
 from hfjax.adapters.lora_model import LoraOptions
 from hfjax.adapters.peft_config import parse_config
 from hfjax.adapters.peft_rules import adapter_mappings, has_inputs_first, matrices_of
+from hfjax.adapters.peft_save import AdapterContent
 from hfjax.models.loss import next_token_loss
 from hfjax.utils.paths import flatten
 from hfjax.weights.families import FAMILIES, parse_config as parse_model_config
@@ -100,7 +101,7 @@ def test_logits_loss_and_all_gradients_of_adapters_are_those_of_peft(family, pla
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.short("gpt2", "llama2")
+@pytest.mark.short("llama2")
 @pytest.mark.parametrize("family", FIXTURES)
 def test_what_is_read_is_written_again_and_merged_as_peft_merges_it(family, place, tmp_path):
     model = base_of(place, family)
@@ -123,9 +124,11 @@ def test_what_is_read_is_written_again_and_merged_as_peft_merges_it(family, plac
         assert error < 1e-6 * scale, name
 
 
-def test_a_new_adapter_is_the_base_with_adapters_of_the_seed(place, tmp_path):
-    model = base_of(place, "gpt2")
-    adapted = lora(model, rank=3, targets=["attention"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "target"), [("gpt2", "attention"), ("qwen3_moe", "mlp")])
+def test_a_new_adapter_is_the_base_with_adapters_of_the_seed(family, target, tmp_path):
+    model = pretrained_of(family, tmp_path / "base")
+    adapted = lora(model, rank=3, targets=[target])
     layout = layout_of(adapted, 2, SPLIT, fsdp=2)
     state = hfjax.init(layout, seed=5, parameters=adapted.weights)
     seeded = flatten(hfjax.init(layout, seed=5).params)
@@ -133,8 +136,12 @@ def test_a_new_adapter_is_the_base_with_adapters_of_the_seed(place, tmp_path):
         if adapted.is_adapter(path):
             assert np.array_equal(x, seeded[path])
     merged = in_files(model, layout, state, tmp_path / "merged")
-    base = arrays_of(place / "gpt2" / "base" / "model.safetensors")
+    base = arrays_of(tmp_path / "base" / "model.safetensors")
     assert all(np.array_equal(merged[name], x) for name, x in base.items())
+    if family == "gpt2":
+        export_adapter(tmp_path / "half", layout, state, dtype="bf16")
+        half = read_header(tmp_path / "half" / FILE).values()
+        assert {t.dtype.name for t in half} == {"bfloat16"}
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -314,57 +321,46 @@ def test_an_adapter_of_a_model_of_another_name_is_told(place, tmp_path, caplog):
 
 
 def test_what_cannot_be_written_is_refused(place, tmp_path):
-    model = base_of(place, "gpt2")
-    plain = layout_of(model.create)
-    state = hfjax.init(plain)
-    with pytest.raises(ValueError, match="export_adapter: the layout's model has no adapters"):
-        export_adapter(tmp_path / "out", plain, state)
+    model, state = base_of(place, "gpt2"), None  # refused before it is read
     cases = [
+        (model.create, {}, "export_adapter: the layout's model has no adapters"),
         (lora(model.create, rank=2), {}, "the base is a function"),
         (lora(model, rank=2, modules_to_save="mlp/up"), {}, "has an adapter and trains whole"),
         (lora(model, rank=2), {"dtype": "int8"}, "dtype='int8': one of float32"),
+        (lora(model, rank=2), {}, "is a folder already: nothing is written over it"),
     ]
     for adapted, options, message in cases:
-        layout = layout_of(adapted)
         with pytest.raises(ValueError, match=message):
-            export_adapter(tmp_path / "out", layout, state, **options)
-    (tmp_path / "there").mkdir()
-    layout = layout_of(lora(model, rank=2, targets=["attention/out"]))
-    state = hfjax.init(layout)
-    with pytest.raises(ValueError, match="is a folder already: nothing is written over it"):
-        export_adapter(tmp_path / "there", layout, state)
+            export_adapter(tmp_path, layout_of(adapted), state, **options)
 
 
 def test_experts_that_train_whole_are_not_written(place, tmp_path):
     model = pretrained_of("mixtral", tmp_path / "base")
     layout = layout_of(lora(model, rank=2, modules_to_save="mlp/each"))
     with pytest.raises(ValueError, match="peft has other names for experts and routers"):
-        export_adapter(tmp_path / "out", layout, hfjax.init(layout))
+        export_adapter(tmp_path / "out", layout, None)
 
 
-def test_adapters_of_dense_layers_among_experts_are_merged_but_not_written(tmp_path):
+def test_adapters_of_dense_layers_among_experts_are_not_written(tmp_path):
     model = pretrained_of("qwen3_moe", tmp_path / "base")
     layout = layout_of(lora(model, rank=2, targets=["mlp"]))
-    state = hfjax.init(layout)
     with pytest.raises(ValueError, match="a dense layer of a model with experts: peft takes"):
-        export_adapter(tmp_path / "out", layout, state)
-    merged = in_files(model, layout, state, tmp_path / "merged")
-    assert len(merged) == len(model.mappings)
+        export_adapter(tmp_path / "out", layout, None)
 
 
 def test_ranks_and_alphas_by_pattern_are_written_as_peft_reads_them(place, tmp_path):
     model = base_of(place, "gpt2")
     patterns = {"rank_pattern": {"qkv": 3}, "alpha_pattern": {"attention/out": 7.5}}
     adapted = lora(model, rank=2, alpha=5, targets=["attention", "mlp/down"], **patterns)
-    layout = layout_of(adapted)
-    export_adapter(tmp_path / "out", layout, hfjax.init(layout), dtype="bf16")
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    content = AdapterContent(adapted, model)
+    config, shapes = content.config, {m.name: m.rule.shape for m in content.mappings}
     assert config["target_modules"] == ["c_attn", "c_proj"]
     assert (config["r"], config["lora_alpha"]) == (2, 5)
     assert config["rank_pattern"] == {"c_attn": 3}
     assert config["alpha_pattern"] == {"attn.c_proj": 7.5}
     assert config["fan_in_fan_out"] is True
-    assert {str(t.dtype) for t in read_header(tmp_path / "out" / FILE).values()} == {"bfloat16"}
-    again = load_adapter(tmp_path / "out", model)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    write_file(tmp_path / FILE, {name: np.zeros(x, np.float32) for name, x in shapes.items()})
+    again = load_adapter(tmp_path, model)
     ours = [(x.map.name, x.rank, x.scale) for x in adapted.adapters]
     assert [(x.map.name, x.rank, x.scale) for x in again.adapters] == ours
