@@ -35,6 +35,7 @@ FOLDER = Path(__file__).with_name("adapters")
 FIXTURES = sorted(path.parent.name for path in FOLDER.glob("*/adapter_config.json"))
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
 FILE = "adapter_model.safetensors"
+UNREAD: Any = None  # a state that is refused before it is read
 
 
 @cache
@@ -321,7 +322,7 @@ def test_an_adapter_of_a_model_of_another_name_is_told(place, tmp_path, caplog):
 
 
 def test_what_cannot_be_written_is_refused(place, tmp_path):
-    model, state = base_of(place, "gpt2"), None  # refused before it is read
+    model = base_of(place, "gpt2")
     cases = [
         (model.create, {}, "export_adapter: the layout's model has no adapters"),
         (lora(model.create, rank=2), {}, "the base is a function"),
@@ -331,21 +332,21 @@ def test_what_cannot_be_written_is_refused(place, tmp_path):
     ]
     for adapted, options, message in cases:
         with pytest.raises(ValueError, match=message):
-            export_adapter(tmp_path, layout_of(adapted), state, **options)
+            export_adapter(tmp_path, layout_of(adapted), UNREAD, **options)
 
 
 def test_experts_that_train_whole_are_not_written(place, tmp_path):
     model = pretrained_of("mixtral", tmp_path / "base")
     layout = layout_of(lora(model, rank=2, modules_to_save="mlp/each"))
     with pytest.raises(ValueError, match="peft has other names for experts and routers"):
-        export_adapter(tmp_path / "out", layout, None)
+        export_adapter(tmp_path / "out", layout, UNREAD)
 
 
 def test_adapters_of_dense_layers_among_experts_are_not_written(tmp_path):
     model = pretrained_of("qwen3_moe", tmp_path / "base")
     layout = layout_of(lora(model, rank=2, targets=["mlp"]))
     with pytest.raises(ValueError, match="a dense layer of a model with experts: peft takes"):
-        export_adapter(tmp_path / "out", layout, None)
+        export_adapter(tmp_path / "out", layout, UNREAD)
 
 
 def test_ranks_and_alphas_by_pattern_are_written_as_peft_reads_them(place, tmp_path):
