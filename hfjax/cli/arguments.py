@@ -47,7 +47,7 @@ RARE = (
     *("num_experts", "top_k", "capacity_factor", "expert", "row"),
 )
 BOXES = (
-    *("sampling", "mesh", "pipeline", "model", "data", "optimizer", "lr_schedule"),
+    *("sampling", "mesh", "pipeline", "model", "data", "lora", "optimizer", "lr_schedule"),
     *("checkpoint", "eval", "log", "offload"),
 )
 CONFIG = "Take settings from a .yaml file, or from `config` of a .py file (default: none)"

@@ -53,7 +53,7 @@ class Export(Saved):
     shard: str = SHARD
     """Maximum size of a file."""
     merge: bool = False
-    """Of a run with adapters, write the whole model, these merged into it."""
+    """Write the whole model of a run with adapters, these merged into it."""
 
     def __post_init__(self):
         if parse_bytes(self.shard, "--shard") < 1:

@@ -1,6 +1,7 @@
 """A training run: configuration, loop, metrics, evaluation, text generation.
 
-`config` defines every setting (`config_checks`: bounds of numbers); `strategy` makes the mesh, and
+`config` defines every setting (`config_checks`: bounds of numbers,
+`lora_config`: adapters); `strategy` makes the mesh, and
 the strategy that its sizes describe. `build` makes the components of a run, with `optimizer` and
 one of `tasks`, whose model comes from `model` or, for a folder, from `pretrained_model`.
 `train_loop` trains, `sampling` evaluates and generates; `logs` are its metrics and lines, `profile`

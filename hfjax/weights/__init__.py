@@ -5,7 +5,7 @@ the types of values), and `decoder_rules` maps tensors to parameters (`tensor_ru
 rule). `model_folder` and `tensor_files` read what is on disk, and `hub` makes a folder of a model's
 name on the Hub. `file_rows` reads and writes each process's rows of tensors, `redistribute_rows`
 moves them between files' and layout's sharding, `load` and `save` do so for a whole model.
-`pretrained` has the public functions.
+`content_hash` is a hash of weights, and `pretrained` has the public functions.
 
 Vision models are one file with torchvision's names: `vision_rules` maps tensors to parameters,
 `vision_files` reads and writes it.
