@@ -28,7 +28,8 @@ def find_names(
 def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple]:
     """Return the axis names of `axes=` by path: a path's own, else those of its first pattern.
 
-    Refuse a pattern that matches nothing or never counts, and names that do not fit an array.
+    Refuse a pattern that matches nothing or never counts, and names that do not fit an array. Those
+    of adapters that are not in the template yet are checked when they are (`with_adapters`).
     """
     if not isinstance(axes, Mapping):
         raise ValueError(
@@ -36,6 +37,9 @@ def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple]:
             '{"*/up/kernel": ("embed", "mlp")}, or "auto".'
         )
     parameters = template.parameters
+    is_later = lambda key: key not in parameters and template.is_adapter(str(key))
+    later = {key: tuple(names) for key, names in axes.items() if is_later(key)}
+    axes = {key: names for key, names in axes.items() if key not in later}
     for key in axes:
         if key not in parameters and not any(fnmatchcase(path, str(key)) for path in parameters):
             raise ValueError(f"axes: no parameter {key!r}. {suggest(str(key), parameters)}")
@@ -48,7 +52,7 @@ def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple]:
         )
     for path, key in pattern_of.items():
         _check_names(path, key, axes[key], tuple(parameters[path].shape))
-    return {path: tuple(axes[key]) for path, key in pattern_of.items()}
+    return later | {path: tuple(axes[key]) for path, key in pattern_of.items()}
 
 
 def _check_example(template: ModelTemplate, forward: Any, example: Any) -> None:
