@@ -523,7 +523,6 @@ def layout(  # noqa: PLR0913  options of one call
     check_marks(template)
     check_dtypes(template)
     names, template = find_names(axes, template, forward, example, mesh, strategy)
-    names, template = template.with_adapters(names, forward)
     arrays = {
         path: Array(path, tuple(p.shape), template.axes(path, names), template.takes_shards(path))
         for path, p in template.parameters.items()

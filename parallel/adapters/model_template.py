@@ -119,8 +119,8 @@ class ModelTemplate:
 
         That is where the model itself has no place for them (hfjax.adapters).
         """
-        own = lambda names, template, forward: (names, template)
-        return getattr(self.model_init, "add_adapters", own)(names, self, forward)
+        add = getattr(self.model_init, "add_adapters", lambda names, template, _: (names, template))
+        return add(names, self, forward)
 
     def is_frozen(self, path: str) -> bool:
         """Return whether the model says that a parameter does not train."""
