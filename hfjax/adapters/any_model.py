@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from hfjax.adapters.low_rank import A, Adapter, B, LinearMap
@@ -28,39 +27,38 @@ KERNEL, VECTORS = "kernel", ("bias", "scale")
 
 @dataclass(frozen=True)
 class Matrix(LinearMap):
-    """A parameter that may have an adapter; `shape` is its own.
+    """A parameter that may have an adapter: its path is `name`, `part` the last name of that.
 
     Attributes:
+        full_shape: Its own shape.
         dims: A letter for each dimension: s (of a stack of matrices), i (inputs) or o (outputs).
     """
 
+    full_shape: tuple[int, ...] = ()
     dims: str = ""
 
-    @property
-    def name(self) -> str:
-        """The name that patterns match: its path."""
-        return self.path
+    @classmethod
+    def of(cls, name: str, full_shape: tuple[int, ...], dims: str) -> "Matrix":
+        """Return the matrix of a parameter.
 
-    @property
-    def adapter_path(self) -> str:
-        """The path of its adapter: mlp/lora/kernel of mlp/kernel."""
-        parent, _, name = self.path.rpartition("/")
-        return f"{parent}/lora/{name}".lstrip("/")
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many inputs and outputs each matrix has."""
-        size = lambda letter: int(np.prod([self.shape[d] for d in self._dims(letter)]))
-        return size(INPUT), size(OUTPUT)
+        Args:
+            name: The path of the parameter.
+            full_shape: Its shape.
+            dims: The letters of its dimensions.
+        """
+        path, _, part = name.rpartition("/")
+        shape = tuple(full_shape[d] for x in (INPUT, OUTPUT) for d in _find(dims, x))
+        return cls(path, part, shape, (), dims.count(INPUT), 0, full_shape, dims)
 
     @property
     def adapter_dims(self) -> dict[str, tuple[int | None, ...]]:
         """The dimensions of A [*stack, *inputs, rank] and B [*stack, rank, *outputs] in W."""
-        stack = self._dims(STACK)
-        return {A: (*stack, *self._dims(INPUT), None), B: (*stack, None, *self._dims(OUTPUT))}
+        stack, inputs, outputs = (_find(self.dims, x) for x in (STACK, INPUT, OUTPUT))
+        return {A: (*stack, *inputs, None), B: (*stack, None, *outputs)}
 
-    def _dims(self, letter: str) -> tuple[int, ...]:
-        return tuple(d for d, own in enumerate(self.dims) if own == letter)
+
+def _find(dims: str, letter: str) -> tuple[int, ...]:
+    return tuple(d for d, own in enumerate(dims) if own == letter)
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def find_matrices(model_init: Callable, dims: Mapping[str, str]) -> AnyModel:
         default = letters.get(path, INPUT + OUTPUT).rjust(len(shapes[path]), STACK)
         own = next((x for pattern, x in dims.items() if fnmatchcase(path, pattern)), default)
         _check_letters(path, own, shapes[path])
-        chosen.append(Matrix(path, "", shapes[path], (), own.count(INPUT), dims=own))
+        chosen.append(Matrix.of(path, shapes[path], own))
     return AnyModel(tuple(chosen), tuple(path for path in shapes if path not in matrices))
 
 
@@ -154,17 +152,18 @@ def add_adapters(
         )
     shapes, axes = {}, dict(names)
     for adapter in adapters:
-        own_axes = template.axes(adapter.map.path, names)
-        dtype = _adapter_dtype(raw_value(template.parameters[adapter.map.path]))
+        matrix: Any = adapter.map
+        own_axes = template.axes(matrix.name, names)
+        dtype = _adapter_dtype(raw_value(template.parameters[matrix.name]))
         for path, dims in _arrays_of(adapter).items():
             pick = lambda values, rank, dims=dims: tuple(
                 rank if d is None else values[d] for d in dims
             )
-            shapes[path] = jax.ShapeDtypeStruct(pick(adapter.map.shape, adapter.rank), dtype)
+            shapes[path] = jax.ShapeDtypeStruct(pick(matrix.full_shape, adapter.rank), dtype)
             if axes.setdefault(path, pick(own_axes, None)) != pick(own_axes, None):
                 raise ValueError(
                     f"axes: {path!r}: {axes[path]}: the names of an adapter's dimensions follow "
-                    f"from those of {adapter.map.path}: {pick(own_axes, None)}. Name those."
+                    f"from those of {matrix.name}: {pick(own_axes, None)}. Name those."
                 )
     check_paths([*template.parameters, *template.variables, *shapes])
 
@@ -221,7 +220,7 @@ def merge_matrices(adapters: Sequence[Adapter], parameters: Mapping[str, Any]) -
     """
     merged = dict(parameters)
     for adapter in adapters:
-        path, (a_dims, b_dims) = adapter.map.path, _arrays_of(adapter).values()
+        path, (a_dims, b_dims) = adapter.map.name, _arrays_of(adapter).values()
         a, b = map(merged.pop, _arrays_of(adapter))
         if isinstance(kernel := merged[path], jax.ShapeDtypeStruct):
             continue

@@ -27,8 +27,9 @@ def find_names(
     _check_example(template, forward, example)
     divisor = lambda name: size_of(strategy.parameters.get(name, ()), mesh)
     read = read_axes(template, forward, example, divisor)
-    noted = replace(template, notes=(*template.notes, *read.notes))
-    return noted.with_adapters(read.names, forward)
+    return replace(template, notes=(*template.notes, *read.notes)).with_adapters(
+        read.names, forward
+    )
 
 
 def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple]:

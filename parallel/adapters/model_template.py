@@ -59,8 +59,9 @@ class Layer:
 
 def fill(variables: FlatVariables, array_of: Callable[[str], Any]) -> nnx.State:
     """Return variables of a layer that hold the arrays of their paths."""
-    flat_state = [(keys, _with_value(v, array_of(raw_value(v).path))) for keys, v in variables]
-    return nnx.from_flat_state(flat_state)
+    return nnx.from_flat_state(
+        [(keys, _with_value(v, array_of(raw_value(v).path))) for keys, v in variables]
+    )
 
 
 @dataclass(frozen=True, eq=False)
