@@ -186,7 +186,7 @@ STRATEGIES: Any = {
 }
 
 
-@pytest.mark.short("nnx-FSDP", "Linen-DDP", "tree-TENSOR")
+@pytest.mark.short("Linen-FSDP", "tree-TENSOR")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_equals_plain_jax_with_w_plus_s_a_b(name, strategy, by_hand):
