@@ -11,10 +11,13 @@ import jax
 from flax import nnx
 
 from hfjax.adapters.adapter_weights import AdapterFiles, AdapterWeights
+from hfjax.adapters.any_model import AnyModel, add_adapters, find_matrices, merge_matrices
 from hfjax.adapters.base_weights import BaseWeights
 from hfjax.adapters.low_rank import Adapter, LinearMap, LowRank, LowRankParts
 from hfjax.adapters.merge_kernels import MergedParams
 from hfjax.models.layers import Linear, stack_layers
+from hfjax.parallel.adapters.constructed import UNTRACEABLE
+from hfjax.parallel.adapters.model_template import ModelTemplate
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.sharding.layout import Layout
 from hfjax.utils.keywords import check_keywords, is_int, is_real, name_hint
@@ -38,6 +41,7 @@ class LoraOptions:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: tuple[str, ...] = ()
     init: str = "uniform"
+    dims: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
@@ -105,6 +109,8 @@ class Lora:
             rngs: The random number generators.
         """
         model = self._create_base(rngs)
+        if self._any_model is not None:
+            return model
         linears = dict(_find_linears(model))
         chosen = self._choose([m for path, x in linears.items() for m in _maps_of(path, x)])
         by_path: dict[str, list[Adapter]] = {}
@@ -120,19 +126,49 @@ class Lora:
     @cached_property
     def maps(self) -> tuple[LinearMap, ...]:
         """All linear maps that may have an adapter."""
+        return self._own_maps if self._any_model is None else self._any_model.matrices
+
+    @cached_property
+    def _any_model(self) -> AnyModel | None:
+        """The parameters of a model without hfjax's linear maps."""
+        if isinstance(self.base, Pretrained) or self._own_maps:
+            return None
+        if self.options.dropout:
+            raise ValueError(
+                f"lora: dropout={self.options.dropout}: the model has no linear maps of hfjax's, "
+                "and is given W + s A B, beside which no input of A can be dropped. Leave dropout "
+                "out, or make its maps hfjax.models.layers.Linear."
+            )
+        return find_matrices(self.base, self.options.dims)
+
+    @cached_property
+    def _own_maps(self) -> tuple[LinearMap, ...]:
+        """hfjax's linear maps of the model."""
         maps: list[LinearMap] = []
 
         def find() -> None:
             model = self._create_base(nnx.Rngs(0))
             maps.extend(m for path, linear in _find_linears(model) for m in _maps_of(path, linear))
 
-        jax.eval_shape(find)
+        try:
+            with nnx.use_eager_sharding(False):  # names of axes are for the layout's mesh
+                jax.eval_shape(find)
+        except UNTRACEABLE:  # no model of hfjax's
+            return ()
         return tuple(maps)
 
     @cached_property
     def adapters(self) -> tuple[Adapter, ...]:
         """All adapters, sorted by path."""
         return tuple(sorted(self._choose(self.maps), key=lambda adapter: adapter.map.name))
+
+    def check_dims(self) -> None:
+        """Refuse letters of dimensions for hfjax's own linear maps, which have names."""
+        if self.options.dims and self._any_model is None:
+            raise ValueError(
+                f"lora: dims={dict(self.options.dims)}: the model's linear maps are hfjax's, which "
+                "know their inputs and outputs. Leave dims out."
+            )
 
     def is_frozen(self, path: str) -> bool:
         """Return whether a parameter is not trained.
@@ -158,7 +194,24 @@ class Lora:
             layout: The layout of the parameters.
             params: The parameters by path, in the model's order.
         """
+        if self._any_model is not None:
+            return merge_matrices(self.adapters, params)
         return MergedParams(layout, params, self.adapters)
+
+    def add_adapters(
+        self, names: Mapping[str, tuple], template: ModelTemplate, forward: Callable | None
+    ) -> tuple[Mapping[str, tuple], ModelTemplate]:
+        """Return names of dimensions, and the template, with the adapters of any model.
+
+        Args:
+            names: Names of the model's own dimensions.
+            template: The model's template.
+            forward: As `hfjax.layout` has it.
+        """
+        if self._any_model is None:
+            return names, template
+        gaussian = self.options.init == "gaussian"
+        return add_adapters(names, template, forward, self.adapters, gaussian)
 
     @cached_property
     def base_weights(self) -> BaseWeights | None:
@@ -188,11 +241,13 @@ class Lora:
     def _choose(self, maps: Sequence[LinearMap]) -> list[Adapter]:
         """Return the adapters of the maps that the targets name."""
         targets = self.options.targets
+        names = [m.name for m in maps]
         if targets == (ALL_LINEAR,):
             targets = ("*",)
-        names = [m.name for m in maps]
+            self._check_targets(names)
         for pattern in (*targets, *self.options.rank_pattern, *self.options.alpha_pattern):
             if not any(_matches(name, pattern) for name in names):
+                self._refuse_matrix(pattern, names)
                 raise ValueError(
                     f"lora: {pattern!r} matches no linear map of the model (norms, embeddings, "
                     "heads and experts have no adapters: modules_to_save trains the first three "
@@ -202,6 +257,33 @@ class Lora:
                 )
         is_target = lambda m: any(_matches(m.name, pattern) for pattern in targets)
         return [self.options.adapter_of(m) for m in maps if is_target(m)]
+
+    def _check_targets(self, names: Sequence[str]) -> None:
+        """Refuse to adapt all linear maps of a model in which nothing tells them apart."""
+        if self._any_model is not None:
+            raise ValueError(
+                f'lora: targets="{ALL_LINEAR}": the model has no linear maps of hfjax\'s, and a '
+                "table of embeddings is a matrix, too. Give patterns of paths, for instance "
+                'targets=["*/kernel"]. The matrices of the model:\n  '
+                + "\n  ".join(first_lines(sorted(names)))
+            )
+
+    def _refuse_matrix(self, pattern: str, names: Sequence[str]) -> None:
+        """Refuse a pattern that matches no matrix of a model without hfjax's linear maps."""
+        if self._any_model is None:
+            return
+        others = [path for path in self._any_model.others if _matches(path, pattern)]
+        found = (
+            f"only {', '.join(first_lines(sorted(others)))}, and vectors have no adapters "
+            "(modules_to_save trains them whole)"
+            if others
+            else "no parameter"
+        )
+        raise ValueError(
+            f"lora: {pattern!r} matches {found}. The matrices of the model:\n  "
+            + "\n  ".join(first_lines(sorted(names)))
+            + name_hint(pattern, names)
+        )
 
     def _make_module(
         self, linear: Linear, adapters: Sequence[Adapter], rngs: nnx.Rngs
@@ -276,8 +358,15 @@ def lora(
 ) -> Lora:
     """Return a model whose linear maps have adapters: W x + s B A x, of which A and B train.
 
+    A model without hfjax's linear maps (`hfjax.models.layers.Linear`) of any framework is called
+    with W + s A B in place of W: targets are paths of matrices, `["*/kernel"]`; nothing is dropped;
+    the gradient of W is computed, as without adapters, for those of A and B. A matrix is [inputs,
+    outputs], an array of more dimensions a stack of matrices [*stack, inputs, outputs], but for
+    nnx's maps of several dimensions and where `dims` says otherwise; what is named bias or scale is
+    none, unless `dims` has it.
+
     Args:
-        model: A function of `nnx.Rngs` that returns one of hfjax's models, or what
+        model: A function of `nnx.Rngs` that returns a model, as `hfjax.layout` takes it, or what
             `hfjax.pretrained` returns.
         rank: The rank of A and B.
         alpha: s is alpha / rank. None: s = 1.
@@ -285,19 +374,34 @@ def lora(
             (attention, q); or all-linear. `print(model.adapters)` shows them.
         options: `dropout` (of the adapters' inputs, 0), `use_rslora` (s is alpha / sqrt(rank)),
             `rank_pattern` and `alpha_pattern` ({pattern: value}), `modules_to_save` (patterns of
-            parameters that train whole), `init` (of A: uniform or gaussian).
+            parameters that train whole), `init` (of A: uniform or gaussian), `dims` (of a model
+            without hfjax's linear maps, {pattern: letters}: s for a dimension of a stack, i for
+            inputs, o for outputs; {"*/query/kernel": "ioo", "*/weight": "oi"}).
 
     Raises:
-        ValueError: A pattern matches no linear map, or a rank exceeds the smaller side of one.
+        ValueError: A pattern matches no linear map, or a rank exceeds the smaller side of one;
+            dropout or all-linear of a model without hfjax's linear maps.
 
     Example:
-        >>> import hfjax, optax
+        >>> import hfjax, jax, optax
+        >>> from jax import numpy as jnp
         >>> from hfjax.models.gpt import GPT, GPTConfig
         >>> model = lambda rngs: GPT(GPTConfig.tiny(), rngs=rngs)
         >>> adapted = hfjax.adapters.lora(model, rank=4, alpha=8, targets=["layers/attention/*"])
         >>> layout = hfjax.layout(adapted, optax.adam(1e-3), hfjax.make_mesh(data=8), hfjax.DDP)
         >>> len(layout.gradient_bytes)
         4
+
+        A model of another framework:
+
+        >>> model = lambda rngs: {"up": rngs.params.normal((8, 64)), "down": jnp.ones((64, 8))}
+        >>> adapted = hfjax.adapters.lora(model, rank=4, targets=["up", "down"])
+        >>> forward = lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"]
+        >>> layout = hfjax.layout(
+        ...     adapted, optax.adam(1e-3), hfjax.make_mesh(data=8), hfjax.DDP, forward=forward
+        ... )
+        >>> sorted(layout.gradient_bytes)
+        ['lora/down/a', 'lora/down/b', 'lora/up/a', 'lora/up/b']
     """
     check_keywords("lora", options, list(LoraOptions.__dataclass_fields__))
     names = (targets,) if isinstance(targets, str) else tuple(targets)
@@ -305,5 +409,6 @@ def lora(
         value = options[name]
         options[name] = (value,) if isinstance(value, str) else tuple(value)
     made = Lora(model, LoraOptions(rank, alpha, names, **options))
+    made.check_dims()
     len(made.adapters)  # called for its checks
     return made

@@ -39,12 +39,12 @@ class LinearMap:
     @property
     def name(self) -> str:
         """The name that patterns match: layers/attention/qkv/q."""
-        return f"{self.path}/{self.part}" if self.part else self.path
+        return f"{self.path}/{self.part}".strip("/")
 
     @property
     def adapter_path(self) -> str:
         """The path of its adapter, whose arrays are `a` [inputs, rank] and `b` [rank, outputs]."""
-        return f"{self.path}/lora/{self.part}" if self.part else f"{self.path}/lora"
+        return f"{self.path}/lora/{self.part}".strip("/")
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -13,22 +13,30 @@ from hfjax.utils.paths import match_patterns, suggest
 
 def find_names(
     axes: Any, template: ModelTemplate, forward: Any, example: Any, mesh: Any, strategy: Any
-) -> tuple[dict[str, tuple], ModelTemplate]:
-    """Return the names that `axes=` gives, by path, and the template with notes on them."""
+) -> tuple[Mapping[str, tuple], ModelTemplate]:
+    """Return the names that `axes=` gives, by path, and the template with notes on them.
+
+    Any model's adapters get theirs from these, and are in the template from here on.
+    """
     if axes != "auto":
-        return _axes_by_path({} if axes is None else axes, template), template
+        return template.with_adapters(
+            _axes_by_path({} if axes is None else axes, template), forward
+        )
     from hfjax.sharding.read_axes import read_axes
 
     _check_example(template, forward, example)
     divisor = lambda name: size_of(strategy.parameters.get(name, ()), mesh)
     read = read_axes(template, forward, example, divisor)
-    return read.names, replace(template, notes=(*template.notes, *read.notes))
+    return replace(template, notes=(*template.notes, *read.notes)).with_adapters(
+        read.names, forward
+    )
 
 
 def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple]:
     """Return the axis names of `axes=` by path: a path's own, else those of its first pattern.
 
-    Refuse a pattern that matches nothing or never counts, and names that do not fit an array.
+    Refuse a pattern that matches nothing or never counts, and names that do not fit an array. Those
+    of adapters that are not in the template yet are checked when they are (`with_adapters`).
     """
     if not isinstance(axes, Mapping):
         raise ValueError(
@@ -36,6 +44,8 @@ def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple]:
             '{"*/up/kernel": ("embed", "mlp")}, or "auto".'
         )
     parameters = template.parameters
+    later = {k: tuple(axes[k]) for k in axes if k not in parameters and template.is_adapter(str(k))}
+    axes = {key: names for key, names in axes.items() if key not in later}
     for key in axes:
         if key not in parameters and not any(fnmatchcase(path, str(key)) for path in parameters):
             raise ValueError(f"axes: no parameter {key!r}. {suggest(str(key), parameters)}")
@@ -48,7 +58,7 @@ def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple]:
         )
     for path, key in pattern_of.items():
         _check_names(path, key, axes[key], tuple(parameters[path].shape))
-    return {path: tuple(axes[key]) for path, key in pattern_of.items()}
+    return later | {path: tuple(axes[key]) for path, key in pattern_of.items()}
 
 
 def _check_example(template: ModelTemplate, forward: Any, example: Any) -> None:

@@ -482,8 +482,7 @@ def layout(  # noqa: PLR0913  options of one call
             matches. "auto": names are read from what the model computes on `example`, where a
             matmul's outputs stay apart until another matmul sums over them; `print(layout)` says
             what is left, and why.
-        example: A batch, or its shapes: for axes="auto", and for the cost of unlike layers of a
-            pipeline.
+        example: A batch, or its shapes: for axes="auto", and costs of a pipeline's unlike layers.
         sync_batch_norm: Whether BatchNorm takes its statistics over the examples of all devices.
         mesh_axes: {name: mesh axis} of a mesh of your own, and of a model that places its arrays
             (`out_sharding=`, `reshard`): `{"x": "data", "y": "tensor", "z": None}`. None: it splits

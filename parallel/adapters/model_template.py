@@ -59,8 +59,9 @@ class Layer:
 
 def fill(variables: FlatVariables, array_of: Callable[[str], Any]) -> nnx.State:
     """Return variables of a layer that hold the arrays of their paths."""
-    flat_state = [(keys, _with_value(v, array_of(raw_value(v).path))) for keys, v in variables]
-    return nnx.from_flat_state(flat_state)
+    return nnx.from_flat_state(
+        [(keys, _with_value(v, array_of(raw_value(v).path))) for keys, v in variables]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,7 @@ class ModelTemplate:
     eager_init: EagerInit | None = None
     mesh_axes: Mapping[str, str | None] = field(default_factory=dict)  # the model's names -> ours
     model_init: Any = None  # what made it: may have `is_frozen(path)` and `base` (hfjax.adapters)
+    adapt: Callable[[Flat], Flat] | None = None  # all parameters -> the model's (with_adapters)
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return a batch of full sequences as the model wants it, before they are sliced."""
@@ -98,6 +100,7 @@ class ModelTemplate:
 
     def merge(self, parameters: Flat, variables: Flat, mode: str) -> Any:
         """Return the model that holds these arrays."""
+        parameters = parameters if self.adapt is None else self.adapt(parameters)
         graph = self.graphs[mode]
         if isinstance(graph, TreeTemplate):
             return graph.fill({**variables, **parameters})
@@ -109,6 +112,16 @@ class ModelTemplate:
             )
         ]
         return nnx.merge(graph, *states)
+
+    def with_adapters(
+        self, names: Mapping[str, tuple], forward: Callable | None
+    ) -> tuple[Mapping[str, tuple], "ModelTemplate"]:
+        """Return names of dimensions, and the template, with adapters beside the model's arrays.
+
+        That is where the model itself has no place for them (hfjax.adapters).
+        """
+        add = getattr(self.model_init, "add_adapters", lambda names, template, _: (names, template))
+        return add(names, self, forward)
 
     def is_frozen(self, path: str) -> bool:
         """Return whether the model says that a parameter does not train."""
