@@ -156,3 +156,16 @@ def test_a_model_refuses_what_it_has_no_maps_for(place, changes, message):
 def test_adapters_need_a_trained_model():
     with pytest.raises(ValueError, match=r"--lora\.rank 2: adapters change a trained model"):
         TrainConfig(lora=LoraConfig(rank=2))
+
+
+def test_another_alpha_is_refused_since_trained_adapters_would_compute_something_else(run):
+    config, _ = run
+    changed = replace(config, steps=6, lora=LoraConfig(rank=2, alpha=8.0))
+    with pytest.raises(ValueError, match="was multiplied by 1 in training, and would be by 4"):
+        train(changed)
+
+
+def test_modules_to_save_that_match_nothing_are_refused(place):
+    lora = LoraConfig(rank=2, modules_to_save=("lm_head",))
+    with pytest.raises(ValueError, match=r"modules_to_save: 'lm_head' matches no parameter"):
+        _ = RunComponents(small(place, "refused", lora=lora)).layout

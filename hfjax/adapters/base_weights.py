@@ -6,7 +6,7 @@ streams them again.
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hfjax.distributed.consensus import check_same, run_on_all
@@ -24,11 +24,13 @@ class BaseWeights:
 
     Attributes:
         model: The model.
+        scales: The factor of each adapter's output, by the name of its map.
         hash: The hash of its tensors' bytes; None until they were streamed into a layout.
         read: The bytes that this process has read.
     """
 
     model: Pretrained
+    scales: Mapping[str, float] = field(default_factory=dict)
     hash: str | None = None
     read: int = 0
 
@@ -54,7 +56,8 @@ class BaseWeights:
         """Return what a checkpoint says of the base; None if it was not streamed from the files."""
         if self.hash is None:
             return None
-        return {"source": self.model.folder.source, "hash": self.hash}
+        source = self.model.folder.source
+        return {"source": source, "hash": self.hash, "scales": dict(self.scales)}
 
     def check(self, record: Mapping[str, Any], label: str) -> None:
         """Refuse weights other than those that a checkpoint's adapters were trained on.
@@ -63,6 +66,14 @@ class BaseWeights:
             record: What the checkpoint says of its base.
             label: The name of the checkpoint.
         """
+        scales = record.get("scales") or {}
+        for name, scale in self.scales.items():
+            if scales.get(name, scale) != scale:
+                raise ValueError(
+                    f"{label}: the output of the adapter of {name} was multiplied by "
+                    f"{scales[name]:g} in training, and would be by {scale:g} now: it would compute "
+                    "something else. Give the rank, alpha and use_rslora that it was trained with."
+                )
         if self.hash != record.get("hash"):
             raise ValueError(
                 f"{label} holds adapters of {record.get('source')}, whose weights have the hash "

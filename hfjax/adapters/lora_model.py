@@ -208,16 +208,30 @@ class Lora:
             template: The model's template.
             forward: As `hfjax.layout` has it.
         """
+        self._check_saved([path for path in template.parameters if not self.is_adapter(path)])
         if self._any_model is None:
             return names, template
         gaussian = self.options.init == "gaussian"
         return add_adapters(names, template, forward, self.adapters, gaussian)
 
+    def _check_saved(self, paths: Sequence[str]) -> None:
+        """Refuse patterns of parameters to train whole that match none."""
+        for pattern in self.options.modules_to_save:
+            if not any(_matches(path, pattern) for path in paths):
+                raise ValueError(
+                    f"lora: modules_to_save: {pattern!r} matches no parameter of the model (a head "
+                    "that is tied to the embedding is tokens). Its parameters:\n  "
+                    + "\n  ".join(first_lines(sorted(paths)))
+                    + name_hint(pattern, paths)
+                )
+
     @cached_property
     def base_weights(self) -> BaseWeights | None:
         """The weights of the base, where that is of `hfjax.pretrained`."""
         source = self.weights_from or self.base
-        return BaseWeights(source) if isinstance(source, Pretrained) else None
+        if not isinstance(source, Pretrained):
+            return None
+        return BaseWeights(source, {adapter.map.name: adapter.scale for adapter in self.adapters})
 
     @cached_property
     def weights(self) -> BaseWeights | AdapterWeights:

@@ -28,7 +28,7 @@ from hfjax.utils.tables import quote
 STATE_FLAGS = (
     *(f"optimizer.{name}" for name in ("name", "factory", "ema", "frozen", "lr_factors")),
     *("param_dtype", "master_weights"),
-    *(f"lora.{name}" for name in ("rank", "targets", "rank_pattern", "modules_to_save")),
+    *(f"lora.{name}" for name in ("rank", "alpha", "use_rslora", "targets", "modules_to_save")),
 )
 
 

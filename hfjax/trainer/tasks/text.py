@@ -118,6 +118,7 @@ class TextTask:
             self.config.optimizer.learning_rate,
         )
         by_file = self.config.deepspeed is not None
+        by_file |= self.config.lora.rank is not None  # adapters begin from nothing
         return lines if by_file or rate < MAX_FINETUNING_RATE else [*lines, rate_warning(rate)]
 
     def init_from_weights(
