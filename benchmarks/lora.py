@@ -26,14 +26,11 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 
 RESULT = Path(__file__).parent / "results" / "lora.md"
-CONFIG = LlamaConfig(
-    **{"vocab": 8192, "length": 256, "layers": 8, "heads": 8, "kv_heads": 4, "embed": 512},
-    mlp=1024,
-)
+CONFIG = LlamaConfig(vocab=8192, length=256, layers=8, heads=8, kv_heads=4, embed=512, mlp=1024)
 OPTIMIZER = optax.adam(1e-4)
 
 
-def with_hfjax(model: Any, batch: Any) -> tuple[Callable, Any]:
+def with_hfjax(model: Any) -> tuple[Any, Any]:
     """Return hfjax's step and its first state."""
     mesh = hfjax.make_mesh(devices=jax.devices()[:1])
     layout = hfjax.layout(model, OPTIMIZER, mesh, hfjax.DDP)
@@ -42,7 +39,7 @@ def with_hfjax(model: Any, batch: Any) -> tuple[Callable, Any]:
     return step, (state,)
 
 
-def by_hand(model: Any, batch: Any) -> tuple[Callable, Any]:
+def by_hand(model: Any) -> tuple[Any, Any]:
     """Return a step in plain JAX and its first state."""
     is_adapter = lambda path, _: "lora" in path
     graph, low_rank, rest = nnx.split(model(nnx.Rngs(0)), is_adapter, ...)
@@ -75,7 +72,7 @@ def main() -> None:
     model = hfjax.adapters.lora(lambda rngs: Llama(CONFIG, rngs=rngs), rank=16, alpha=32)
     tokens = jax.random.randint(jax.random.key(0), (4, 257), 0, CONFIG.vocab)
     batch = {"tokens": jnp.asarray(tokens, jnp.int32)}
-    made = {"hfjax": with_hfjax(model, batch), "by hand": by_hand(model, batch)}
+    made = {"hfjax": with_hfjax(model), "by hand": by_hand(model)}
     states = {name: state for name, (_, state) in made.items()}
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(args.rounds + 2):  # the first two warm up

@@ -71,7 +71,7 @@ class BaseWeights:
             if scales.get(name, scale) != scale:
                 raise ValueError(
                     f"{label}: the output of the adapter of {name} was multiplied by "
-                    f"{scales[name]:g} in training, and would be by {scale:g} now: it would compute "
+                    f"{scales[name]:g} in training, and would be by {scale:g} now: that computes "
                     "something else. Give the rank, alpha and use_rslora that it was trained with."
                 )
         if self.hash != record.get("hash"):
