@@ -148,7 +148,7 @@ def test_the_random_key_of_an_optimizer_goes_on_under_any_mesh(tmp_path):
     once = run(straight, hfjax.init(straight))
     wanted = run(straight, jax.tree.map(jnp.copy, once))
     split = noisy(EVERYTHING, {"fsdp": 4})
-    assert "moments 144 B" in str(split)  # two of 8x8 in four, two counts, a key
+    assert "optimizer_state 144 B" in str(split)  # two of 8x8 in four, two counts, a key
     hfjax.save(tmp_path, split, run(split, hfjax.init(split)))
     for layout in (split, noisy(DDP, {"data": 2})):
         state = run(layout, hfjax.restore(tmp_path, layout).state)
