@@ -375,7 +375,7 @@ def lora(
     A model without hfjax's linear maps (`hfjax.models.layers.Linear`) of any framework is called
     with W + s A B in place of W: targets are paths of matrices, `["*/kernel"]`; nothing is dropped;
     the gradient of W is computed, as without adapters, for those of A and B. A matrix is [inputs,
-    outputs], an array of more dimensions a stack of matrices [*stack, inputs, outputs], but for
+    outputs], an array of more dimensions a stack of matrices [stack…, inputs, outputs], but for
     nnx's maps of several dimensions and where `dims` says otherwise; what is named bias or scale is
     none, unless `dims` has it.
 
@@ -384,13 +384,13 @@ def lora(
             `hfjax.pretrained` returns.
         rank: The rank of A and B.
         alpha: s is alpha / rank. None: s = 1.
-        targets: Patterns of linear maps, whole paths (layers/attention/*) or names in them
+        targets: Patterns of linear maps, whole paths (`layers/attention/*`) or names in them
             (attention, q); or all-linear. `print(model.adapters)` shows them.
         options: `dropout` (of the adapters' inputs, 0), `use_rslora` (s is alpha / sqrt(rank)),
             `rank_pattern` and `alpha_pattern` ({pattern: value}), `modules_to_save` (patterns of
             parameters that train whole), `init` (of A: uniform or gaussian), `dims` (of a model
             without hfjax's linear maps, {pattern: letters}: s for a dimension of a stack, i for
-            inputs, o for outputs; {"*/query/kernel": "ioo", "*/weight": "oi"}).
+            inputs, o for outputs; `{"*/query/kernel": "ioo", "*/weight": "oi"}`).
 
     Raises:
         ValueError: A pattern matches no linear map, or a rank exceeds the smaller side of one;
