@@ -72,21 +72,21 @@ def main() -> None:
     model = hfjax.adapters.lora(lambda rngs: Llama(CONFIG, rngs=rngs), rank=16, alpha=32)
     tokens = jax.random.randint(jax.random.key(0), (4, 257), 0, CONFIG.vocab)
     batch = {"tokens": jnp.asarray(tokens, jnp.int32)}
-    made = {"hfjax": with_hfjax(model), "by hand": by_hand(model)}
-    states = {name: state for name, (_, state) in made.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+    steps = {"hfjax": with_hfjax(model), "by hand": by_hand(model)}
+    states = {name: state for name, (_, state) in steps.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(args.rounds + 2):  # the first two warm up
-        for name, (step, _) in made.items():
+        for name, (step, _) in steps.items():
             states[name], taken = measure(step, states[name], batch)
             seconds[name].append(taken)
     medians = {name: statistics.median(times[2:]) for name, times in seconds.items()}
     compiled = {
-        "hfjax": made["hfjax"][0].lower(batch).compile(),
-        "by hand": made["by hand"][0].lower(*states["by hand"], batch).compile(),
+        "hfjax": steps["hfjax"][0].lower(batch).compile(),
+        "by hand": steps["by hand"][0].lower(*states["by hand"], batch).compile(),
     }
     sizes = {name: x.memory_analysis().temp_size_in_bytes / 2**20 for name, x in compiled.items()}
     count = sum(x.size for x in jax.tree.leaves(nnx.state(nnx.eval_shape(model, nnx.Rngs(0)))))
-    rows = [f"| {name} | {medians[name]:.3f} | {sizes[name]:.1f} |" for name in made]
+    rows = [f"| {name} | {medians[name]:.3f} | {sizes[name]:.1f} |" for name in steps]
     ratios = [medians["hfjax"] / medians["by hand"], sizes["hfjax"] / sizes["by hand"]]
     text = f"""# A step with adapters beside plain JAX
 

@@ -250,7 +250,7 @@ class Linear(nnx.Module):
         self.place, self.kernels = no_constraint, local_ops
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel, dtype, given = jnp.asarray(self.kernel[...]), x.dtype, x
+        kernel, dtype, x_in = jnp.asarray(self.kernel[...]), x.dtype, x
         x = x.astype(kernel.dtype)  # precision by path: the output has the input's dtype
         batch_shape, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         multiply = partial(project, lambda x: x)
@@ -261,7 +261,7 @@ class Linear(nnx.Module):
         if self.bias is not None:
             y = y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(batch_shape)))
         if self.lora is not None:
-            change = self.lora(given)
+            change = self.lora(x_in)
             if self.between[1] == "embed" and len(batch_shape) == 2:
                 y = self.place(y, STREAM)  # as the change: partial sums are reduce-scattered first
             y = y.astype(jnp.promote_types(y.dtype, change.dtype)) + change

@@ -143,9 +143,9 @@ def test_wrong_flags_are_refused(options, message):
     [
         (
             {"lora": LoraConfig(rank=2, targets=("norm1",))},
-            r"--lora\.'norm1' matches no linear map",
+            r"--lora\.targets: 'norm1' matches no linear map",
         ),
-        ({"lora": LoraConfig(rank=400)}, r"--lora\.rank=400 of layers/.*at most \d+ is of use"),
+        ({"lora": LoraConfig(rank=400)}, r"--lora\.rank 400 of layers/.*at most \d+ is of use"),
     ],
 )
 def test_a_model_refuses_what_it_has_no_maps_for(place, changes, message):

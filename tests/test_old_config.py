@@ -1,7 +1,7 @@
 """Configurations, flags and commands of before are read, or end in an error with today's name."""
 
 import warnings
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import get_type_hints
 
 import pytest
@@ -9,11 +9,18 @@ import pytest
 from hfjax.__main__ import main
 from hfjax.cli.arguments import flags_of, parse_flags
 from hfjax.trainer import load
-from hfjax.trainer.config import MeshConfig, OffloadConfig, TrainConfig
+from hfjax.trainer.config import (
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OffloadConfig,
+    TrainConfig,
+)
 from hfjax.trainer.config_io import setting_changes
 from hfjax.trainer.logs.trackers import group_name
 from hfjax.trainer.old_config import translate
 from hfjax.trainer.strategy import build_mesh, choose_strategy, load_strategy
+from hfjax.trainer.tasks.images import _check_flags, is_image_task
 from hfjax.utils.renamed import CONFIG_KEYS
 
 STRATEGIES = {  # what --strategy and the mesh said -> rules and sizes of today, on eight devices
@@ -257,3 +264,13 @@ def test_metrics_have_groups():
         *("train/loss", "train/grad_norm", "train/token_loss", "eval/accuracy"),
         *("moe/dropped_mean", "perf/memory"),
     ]
+
+
+def test_the_packing_that_every_run_recorded_is_no_flag_of_text():
+    data = DataConfig(packing="stream")
+    model = ModelConfig(preset="resnet-tiny")
+    assert is_image_task(TrainConfig(model=model, data=data))
+    _check_flags(TrainConfig(model=model, data=data))
+    with pytest.raises(ValueError, match=r"--data\.packing 'documents': resnet-tiny is a model of"):
+        _check_flags(TrainConfig(model=model, data=replace(data, packing="documents")))
+    assert replace(data, factory="own.py:data").factory == "own.py:data"

@@ -116,7 +116,13 @@ def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
     train(small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=9, checkpoint=keep))
     told = " ".join(Heard.events)
     assert told.count("batch") == 9 + 2 * 3  # steps, and two validations
-    slow = ["preparing", "the first step", "saving a checkpoint", "the first validation"]
+    slow = [
+        "downloading",
+        "preparing",
+        "the first step",
+        "saving a checkpoint",
+        "the first validation",
+    ]
     slow += ["saving a checkpoint", "saving a checkpoint", "writing the last checkpoint"]
     assert Heard.slow == slow
     for silence in ("batch batch", "batch waits", "waits waits"):
@@ -170,7 +176,8 @@ def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whol
     assert result.loss == losses[11] < losses[0] - 0.5
     assert list(told(directory, "valid_loss")) == [6, 12]
     assert result.valid_loss == told(directory, "valid_loss")[12]
-    assert load(directory / "config.yaml") == small(directory, data, mesh=ONE, devices=None)
+    kept = small(directory, data, mesh=ONE, devices=None, precision="stored")
+    assert load(directory / "config.yaml") == kept
     assert (directory / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert hfjax.latest_step(directory / "checkpoints") == 12
     assert result.reason is None
@@ -1156,7 +1163,7 @@ def test_what_belongs_to_a_machine_or_to_one_start_is_not_saved(data, tmp_path):
     once = {"profile": "0:1", "max_runtime": 60.0, "checkpoint": keep}
     config = small(tmp_path / "run", data, model=BIGRAMS, steps=1, **here, **once)
     train(config)
-    there = dict.fromkeys([*here, "profile", "max_runtime"])
+    there = dict.fromkeys([*here, "profile", "max_runtime"]) | {"precision": "stored"}
     resumed = replace(config, checkpoint=replace(keep, resume="auto"), **there)
     assert load(tmp_path / "run" / "config.yaml") == resumed
     assert memory_settings(config).devices is None

@@ -171,8 +171,8 @@ def add_adapters(
         key = jax.random.fold_in(jax.random.key(seed), 3)
         keys = [jax.random.fold_in(key, i) for i in range(len(adapters))]
         draw = partial(_draw, gaussian=gaussian)
-        drawn = [draw(x, k, shapes) for x, k in zip(adapters, keys, strict=True)]
-        return template.create(seed) | {p: x for arrays in drawn for p, x in arrays.items()}
+        arrays = [draw(x, k, shapes) for x, k in zip(adapters, keys, strict=True)]
+        return template.create(seed) | {p: x for each in arrays for p, x in each.items()}
 
     return axes, replace(
         template,
@@ -203,12 +203,12 @@ def _draw(adapter: Adapter, key: jax.Array, shapes: Mapping[str, Any], gaussian:
     """Return A, of the distribution of `LowRank`, and B, which is 0."""
     a_path, b_path = _arrays_of(adapter)
     a, b, bound = shapes[a_path], shapes[b_path], adapter.map.sizes[0] ** -0.5
-    drawn = (
+    a_values = (
         jax.random.normal(key, a.shape, a.dtype) / adapter.rank
         if gaussian
         else jax.random.uniform(key, a.shape, a.dtype, minval=-bound, maxval=bound)
     )
-    return {a_path: drawn, b_path: jnp.zeros(b.shape, b.dtype)}
+    return {a_path: a_values, b_path: jnp.zeros(b.shape, b.dtype)}
 
 
 def merge_matrices(adapters: Sequence[Adapter], parameters: Mapping[str, Any]) -> Flat:

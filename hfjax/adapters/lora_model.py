@@ -13,6 +13,7 @@ from flax import nnx
 from hfjax.adapters.adapter_weights import AdapterFiles, AdapterWeights
 from hfjax.adapters.any_model import AnyModel, add_adapters, find_matrices, merge_matrices
 from hfjax.adapters.base_weights import BaseWeights
+from hfjax.adapters.lora_options import ALL_LINEAR, LoraOptions
 from hfjax.adapters.low_rank import Adapter, LinearMap, LowRank, LowRankParts
 from hfjax.adapters.merge_kernels import MergedParams
 from hfjax.models.layers import Linear, stack_layers
@@ -20,63 +21,11 @@ from hfjax.parallel.adapters.constructed import UNTRACEABLE
 from hfjax.parallel.adapters.model_template import ModelTemplate
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.sharding.layout import Layout
-from hfjax.utils.keywords import check_keywords, is_int, is_real, name_hint
+from hfjax.utils.keywords import check_keywords, name_hint
 from hfjax.utils.tables import first_lines
 from hfjax.weights.pretrained import Pretrained
 
-ALL_LINEAR = "all-linear"
 HEAD = "vocab"  # the name of the outputs of a head, whose kernel is used without its map
-
-
-@dataclass(frozen=True)
-class LoraOptions:
-    """What `lora` takes besides the model."""
-
-    rank: int = 8
-    alpha: float | None = None
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    dropout: float = 0.0
-    use_rslora: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    modules_to_save: tuple[str, ...] = ()
-    init: str = "uniform"
-    dims: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
-            if not is_int(rank, 1):
-                raise ValueError(f"lora: {name}={rank!r}: a whole number from 1 on is expected.")
-        for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            if alpha is not None and (not is_real(alpha, -math.inf, math.inf) or not alpha):
-                raise ValueError(
-                    f"lora: {name}={alpha!r}: a number is expected, not 0: the adapters' outputs "
-                    "are multiplied by alpha / rank, and 0 would make them train nothing."
-                )
-        if not is_real(self.dropout, 0, 1) or self.dropout == 1:
-            raise ValueError(f"lora: dropout={self.dropout!r}: from 0 to below 1.")
-        if self.init not in ("uniform", "gaussian"):
-            raise ValueError(f"lora: init={self.init!r}: uniform or gaussian.")
-        if not self.targets:
-            raise ValueError(
-                "lora: targets=(): patterns of linear maps are expected, for instance "
-                f'targets=["attention", "mlp"], or "{ALL_LINEAR}".'
-            )
-
-    def adapter_of(self, linear_map: LinearMap) -> Adapter:
-        """Return the adapter of a map; the first matching pattern wins."""
-        rank = _first_match(linear_map, self.rank_pattern, self.rank)
-        default_alpha = float(rank) if self.alpha is None else self.alpha
-        alpha = _first_match(linear_map, self.alpha_pattern, default_alpha)
-        if rank > (smaller := min(linear_map.sizes)):
-            inputs, outputs = linear_map.sizes
-            raise ValueError(
-                f"lora: rank={rank} of {linear_map.name}, which has {inputs} inputs and {outputs} "
-                f"outputs: at most {smaller} is of use. Lower rank=, or give this map a smaller one"
-                f', rank_pattern={{"{linear_map.name}": {smaller}}}.'
-            )
-        scale = alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
-        return Adapter(linear_map, rank, alpha, scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +35,6 @@ class Lora:
     Attributes:
         base: The model: a function of `nnx.Rngs`, or what `hfjax.pretrained` returns.
         options: Rank, targets and the rest.
-        weights_from: The same model with weights, where `base` is a copy of a folder without them.
         files: The files of the adapters, where `load_adapter` has read them.
 
     Example:
@@ -99,7 +47,6 @@ class Lora:
 
     base: Callable[[nnx.Rngs], Any] | Pretrained
     options: LoraOptions = field(default_factory=LoraOptions)
-    weights_from: Pretrained | None = None
     files: AdapterFiles | None = None
 
     def __call__(self, rngs: nnx.Rngs) -> Any:
@@ -228,10 +175,11 @@ class Lora:
     @cached_property
     def base_weights(self) -> BaseWeights | None:
         """The weights of the base, where that is of `hfjax.pretrained`."""
-        source = self.weights_from or self.base
-        if not isinstance(source, Pretrained):
+        if not isinstance(self.base, Pretrained):
             return None
-        return BaseWeights(source, {adapter.map.name: adapter.scale for adapter in self.adapters})
+        return BaseWeights(
+            self.base, {adapter.map.name: adapter.scale for adapter in self.adapters}
+        )
 
     @cached_property
     def weights(self) -> BaseWeights | AdapterWeights:
@@ -259,18 +207,24 @@ class Lora:
         if targets == (ALL_LINEAR,):
             targets = ("*",)
             self._check_targets(names)
-        for pattern in (*targets, *self.options.rank_pattern, *self.options.alpha_pattern):
+        options = self.options
+        patterns = {
+            **dict.fromkeys(options.alpha_pattern, "alpha_pattern"),
+            **dict.fromkeys(options.rank_pattern, "rank_pattern"),
+            **dict.fromkeys(targets, "targets"),
+        }
+        for pattern, option in patterns.items():
             if not any(_matches(name, pattern) for name in names):
-                self._refuse_matrix(pattern, names)
+                self._refuse_matrix(option, pattern, names)
                 raise ValueError(
-                    f"lora: {pattern!r} matches no linear map of the model (norms, embeddings, "
-                    "heads and experts have no adapters: modules_to_save trains the first three "
-                    f"whole). Its maps:\n  "
+                    f"lora: {option}: {pattern!r} matches no linear map of the model (norms, "
+                    "embeddings, heads and experts have no adapters: modules_to_save trains the "
+                    "first three whole). Its maps:\n  "
                     + "\n  ".join(first_lines(sorted(names)))
                     + name_hint(pattern, names)
                 )
         is_target = lambda m: any(_matches(m.name, pattern) for pattern in targets)
-        return [self.options.adapter_of(m) for m in maps if is_target(m)]
+        return [_make_adapter(m, self.options) for m in maps if is_target(m)]
 
     def _check_targets(self, names: Sequence[str]) -> None:
         """Refuse to adapt all linear maps of a model in which nothing tells them apart."""
@@ -282,19 +236,19 @@ class Lora:
                 + "\n  ".join(first_lines(sorted(names)))
             )
 
-    def _refuse_matrix(self, pattern: str, names: Sequence[str]) -> None:
+    def _refuse_matrix(self, option: str, pattern: str, names: Sequence[str]) -> None:
         """Refuse a pattern that matches no matrix of a model without hfjax's linear maps."""
         if self._any_model is None:
             return
         others = [path for path in self._any_model.others if _matches(path, pattern)]
-        found = (
+        matching = (
             f"only {', '.join(first_lines(sorted(others)))}, and vectors have no adapters "
             "(modules_to_save trains them whole)"
             if others
             else "no parameter"
         )
         raise ValueError(
-            f"lora: {pattern!r} matches {found}. The matrices of the model:\n  "
+            f"lora: {option}: {pattern!r} matches {matching}. The matrices of the model:\n  "
             + "\n  ".join(first_lines(sorted(names)))
             + name_hint(pattern, names)
         )
@@ -321,6 +275,22 @@ class Lora:
         for count in reversed(stack):
             create = _stacked(count, create)
         return create(rngs)
+
+
+def _make_adapter(linear_map: LinearMap, options: LoraOptions) -> Adapter:
+    """Return the adapter of a map; the first matching pattern wins."""
+    rank = _first_match(linear_map, options.rank_pattern, options.rank)
+    default_alpha = float(rank) if options.alpha is None else options.alpha
+    alpha = _first_match(linear_map, options.alpha_pattern, default_alpha)
+    if rank > (smaller := min(linear_map.sizes)):
+        inputs, outputs = linear_map.sizes
+        raise ValueError(
+            f"lora: rank={rank} of {linear_map.name}, which has {inputs} inputs and {outputs} "
+            f"outputs: at most {smaller} is of use. Choose a lower rank, or give this map a "
+            f"smaller one by rank_pattern: {linear_map.name}, {smaller}."
+        )
+    scale = alpha / math.sqrt(rank) if options.use_rslora else alpha / rank
+    return Adapter(linear_map, rank, alpha, scale)
 
 
 def _stacked(count: int, create: Callable) -> Callable:
@@ -422,7 +392,7 @@ def lora(
     for name in {"modules_to_save"} & options.keys():
         value = options[name]
         options[name] = (value,) if isinstance(value, str) else tuple(value)
-    made = Lora(model, LoraOptions(rank, alpha, names, **options))
-    made.check_dims()
-    len(made.adapters)  # called for its checks
-    return made
+    adapted = Lora(model, LoraOptions(rank, alpha, names, **options))
+    adapted.check_dims()
+    len(adapted.adapters)  # called for its checks
+    return adapted

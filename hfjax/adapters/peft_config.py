@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hfjax.adapters.lora_options import ALL_LINEAR
 from hfjax.utils.keywords import is_int
 from hfjax.utils.read_files import ANYTHING, brief, check_fields, integer, is_number, object_of
 from hfjax.utils.tables import quote
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-ALL_LINEAR = "all-linear"
 MERGE = "Merge it into its model with peft (merge_and_unload), and give that one."
 CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga|mica)", re.IGNORECASE)
 REFUSED = {  # key: what it is
@@ -133,8 +133,8 @@ class AdapterConfig:
         if isinstance(self.targets, str) or not self.layers:
             return True
         forms = [rf"(?:^|.*?\.){name}\.(\d+)\." for name in self.layers_pattern]
-        found = (re.match(form, module) for form in forms or [r".*?\.[^.]*\.(\d+)\."])
-        number = next((match[1] for match in found if match), None)
+        matches = (re.match(form, module) for form in forms or [r".*?\.[^.]*\.(\d+)\."])
+        number = next((match[1] for match in matches if match), None)
         return number is not None and int(number) in self.layers
 
 
@@ -145,8 +145,8 @@ def _matches(names: str | Sequence[str], module: str) -> bool:
 
 
 def _first_match(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    found = (x for key, x in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
-    return next(found, default)
+    values = (x for key, x in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(values, default)
 
 
 def parse_config(record: Mapping[str, Any]) -> AdapterConfig:
@@ -226,9 +226,9 @@ def _check_kind(record: Mapping[str, Any]) -> None:
 
 def _check_expressions(config: AdapterConfig) -> None:
     """Refuse what is no regular expression."""
-    whole = [x for x in (config.targets, config.excluded) if isinstance(x, str)]
+    expressions = [x for x in (config.targets, config.excluded) if isinstance(x, str)]
     keys = [f"({key})" for key in (*config.rank_pattern, *config.alpha_pattern)]
-    for text in (*whole, *keys, *config.saved, *config.layers_pattern):
+    for text in (*expressions, *keys, *config.saved, *config.layers_pattern):
         try:
             re.compile(text)
         except re.error as error:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hfjax.adapters.adapter_weights import AdapterFiles
-from hfjax.adapters.lora_model import Lora, LoraOptions
+from hfjax.adapters.lora_model import Lora
+from hfjax.adapters.lora_options import LoraOptions
 from hfjax.adapters.low_rank import LinearMap
 from hfjax.adapters.peft_config import (
     CONFIG_FILE,
@@ -80,12 +81,14 @@ def _read_adapter(source: Path | HubName, model: Pretrained) -> Lora:
         config = parse_config(read_json_object(folder / CONFIG_FILE))
         tensors = read_header(folder / TENSOR_FILE)
         options, mappings = match_adapter(config, tensors, model)
-        made = Lora(model, options)
-        len(made.adapters)  # called for its checks
+        adapted = Lora(model, options)
+        len(adapted.adapters)  # called for its checks
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
     _warn_about_base(label, config, model)
-    return replace(made, files=AdapterFiles(label, _fingerprint(folder, tensors), tuple(mappings)))
+    return replace(
+        adapted, files=AdapterFiles(label, _fingerprint(folder, tensors), tuple(mappings))
+    )
 
 
 FILES = (CONFIG_FILE, TENSOR_FILE)
@@ -106,7 +109,7 @@ def match_adapter(
     matrices = matrices_of(maps, model.mappings)
     chosen = [m for m in maps if _is_target(config, m, matrices[m.name])]
     if not chosen:
-        names = sorted({module_name(x) for found in matrices.values() for x in found})
+        names = sorted({module_name(x) for mappings in matrices.values() for x in mappings})
         raise ValueError(
             f"{CONFIG_FILE}: target_modules ({brief(config.targets)}) are no linear maps of "
             f"{model.folder.source}, which has {', '.join(first_lines(names, 4))}: the adapter is "
@@ -114,10 +117,10 @@ def match_adapter(
         )
     saved = _saved_mappings(config, tensors, model)
     options = _options(config, chosen, matrices, saved)
-    made = Lora(model, options)
+    adapted = Lora(model, options)
     expected = [
         x
-        for adapter in made.adapters
+        for adapter in adapted.adapters
         for x in adapter_mappings(adapter, matrices[adapter.map.name])
     ]
     mappings = [
@@ -202,9 +205,9 @@ def _saved_mappings(
     paths = {m.path for m in model.mappings if is_saved(m)}
     saved = [m for m in model.mappings if m.path in paths]
     for m in saved:
-        there = [PREFIX + x in tensors for x in names(m)]
-        if any(there) and not all(there):
-            ours, other = names(m) if there[0] else reversed(names(m))
+        in_file = [PREFIX + x in tensors for x in names(m)]
+        if any(in_file) and not all(in_file):
+            ours, other = names(m) if in_file[0] else reversed(names(m))
             raise ValueError(
                 f"the file has {quote(PREFIX + ours)} and not {quote(PREFIX + other)}: it trained "
                 f"one of two matrices which are the same in {model.folder.source} "

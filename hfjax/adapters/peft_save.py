@@ -80,13 +80,12 @@ def _lora_model(layout: Layout) -> tuple[Lora, Pretrained]:
             "export_adapter: the layout's model has no adapters (hfjax.adapters.lora gives it "
             "some). hfjax.export(path, layout, state, like=model) writes a whole model."
         )
-    base = model.weights_from or model.base
-    if not isinstance(base, Pretrained):
+    if not isinstance(model.base, Pretrained):
         raise ValueError(
             "export_adapter: peft's names are those of a model from Hugging Face, and the base is "
             "a function. Give hfjax.adapters.lora what hfjax.pretrained returns."
         )
-    return model, base
+    return model, model.base
 
 
 def _tensor_specs(
@@ -96,9 +95,9 @@ def _tensor_specs(
     out_dtype = None if dtype is None else parse_dtype("dtype", dtype)
     if out_dtype is not None and out_dtype.name not in KNOWN_TYPES:
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(KNOWN_TYPES)} is expected.")
-    stored = lambda path: np.dtype(layout.template.parameters[path].dtype)
+    dtype_of = lambda path: np.dtype(layout.template.parameters[path].dtype)
     return {
-        name: (out_dtype or stored(m.path), m.rule.shape)
+        name: (out_dtype or dtype_of(m.path), m.rule.shape)
         for m in mappings
         for name in (m.name, m.rule.twin)
         if name is not None

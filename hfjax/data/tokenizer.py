@@ -292,7 +292,7 @@ def end_tokens(*files: Mapping[str, Any]) -> list[int]:
 
 def _with_model_end(tokenizer: TrainedTokenizer, path: Path) -> TrainedTokenizer:
     """Return the tokenizer of a folder, with the end token that the model there names."""
-    ends = end_tokens(*(_read_keys(path.with_name(name)) for name in MODEL))
+    ends = end_tokens(*(read_keys(path.with_name(name)) for name in MODEL))
     if ends and not 0 <= ends[0] < tokenizer.vocab:
         raise ValueError(
             f"{quote(path)} has {tokenizer.vocab} tokens, and the model beside it ends a text with "
@@ -303,7 +303,7 @@ def _with_model_end(tokenizer: TrainedTokenizer, path: Path) -> TrainedTokenizer
     return tokenizer
 
 
-def _read_keys(path: Path) -> dict[str, Any]:
+def read_keys(path: Path) -> dict[str, Any]:
     """Return the keys of a model's JSON file; empty if it is missing."""
     if path_kind(path) == MISSING:
         return {}

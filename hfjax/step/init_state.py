@@ -210,9 +210,9 @@ def _place_params(layout: Layout, seed: Index, parameters: Any) -> Flat:
     """Return all parameters on their shards, in the model's order and dtypes."""
     model_layout = layout.model_layout
     if hasattr(parameters, "into"):  # they are read directly onto their shards
-        given = parameters.into(model_layout)
-        others = [path for path in model_layout.arrays if path not in given]  # adapters
-        return given | _params_from_seed(model_layout, seed, others)
+        params = parameters.into(model_layout)
+        others = [path for path in model_layout.arrays if path not in params]  # adapters
+        return params | _params_from_seed(model_layout, seed, others)
     shardings = flatten(model_layout.shardings().params)
     expected = {
         path: jax.ShapeDtypeStruct(x.shape, model_layout.template.parameters[path].dtype)

@@ -32,8 +32,8 @@ def reads_chats(config: DataConfig) -> bool:
     """Return whether a run trains or validates on conversations, also on a folder of them."""
     folders = (Path(name) for name in (*config.train, config.valid or "") if name)
     paths = (path for folder in folders for path in (folder, folder / SPLITS[0]))
-    found = (path for path in paths if path_kind(path / META) == ORDINARY)
-    return bool(chat_files(config)) or any(Meta.load(path).is_counted for path in found)
+    data_sets = (path for path in paths if path_kind(path / META) == ORDINARY)
+    return bool(chat_files(config)) or any(Meta.load(path).is_counted for path in data_sets)
 
 
 def prepare_chats(file: str, model: Pretrained, config: DataConfig) -> Path:

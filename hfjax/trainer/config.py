@@ -15,7 +15,7 @@ from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import AUTO, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
-from hfjax.trainer.config_checks import LARGEST, MOST, check_bounds, check_float32
+from hfjax.trainer.config_checks import LARGEST, MOST, check_bounds, check_float32, is_default
 from hfjax.trainer.lora_config import LoraConfig
 from hfjax.trainer.profile import parse_steps
 from hfjax.utils.hub import is_model_name, parse_dataset, parse_model
@@ -286,9 +286,9 @@ class DataConfig:
         """Refuse flags of other data sets beside --data.factory."""
         if self.factory is None:
             return
-        for name, field_ in type(self).__dataclass_fields__.items():
+        for name in type(self).__dataclass_fields__:
             value = getattr(self, name)
-            if name not in ("factory", "epochs", "image_size") and value != field_.default:
+            if name not in ("factory", "epochs", "image_size") and not is_default(self, name):
                 flag = name.replace("_", "-")
                 raise ValueError(
                     f"--data.{flag} {brief(value)} beside --data.factory {self.factory}, which "

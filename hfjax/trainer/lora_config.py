@@ -1,10 +1,13 @@
 """The settings of adapters: `--lora.rank` and the rest."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hfjax.utils.keywords import is_int, is_real
+from hfjax.adapters.lora_options import LoraOptions
+from hfjax.trainer.config_checks import is_default
 from hfjax.utils.read_files import brief, is_number
 
 Names = tuple[str, ...]
@@ -34,21 +37,16 @@ class LoraConfig:
     def __post_init__(self):
         if self.rank is None:
             return self._check_unused()
-        if not is_int(self.rank, 1):
-            raise ValueError(f"--lora.rank {brief(self.rank)}: a whole number from 1 on.")
-        if self.alpha is not None and (not is_real(self.alpha, -1e30, 1e30) or not self.alpha):
-            raise ValueError(f"--lora.alpha {brief(self.alpha)}: a number is needed, not 0.")
-        if not is_real(self.dropout, 0, 1) or self.dropout == 1:
-            raise ValueError(f"--lora.dropout {brief(self.dropout)}: from 0 to below 1.")
-        _ = self.options
+        with named_as_flags():
+            LoraOptions(**self.options)
         return None
 
     def _check_unused(self) -> None:
-        for name, field in type(self).__dataclass_fields__.items():
-            if (value := getattr(self, name)) != field.default:
+        for name in type(self).__dataclass_fields__:
+            if not is_default(self, name):
                 flag = name.replace("_", "-")
                 raise ValueError(
-                    f"--lora.{flag} {brief(value)}: there are adapters only with --lora.rank, for "
+                    f"--lora.{flag} {brief(getattr(self, name))}: there are adapters only with --lora.rank, for "
                     "instance --lora.rank 16."
                 )
 
@@ -76,6 +74,16 @@ class LoraConfig:
             "alpha_pattern": _parse_pattern("alpha-pattern", self.alpha_pattern, float),
             "modules_to_save": self.modules_to_save,
         }
+
+
+@contextmanager
+def named_as_flags() -> Iterator[None]:
+    """Raise errors of `hfjax.adapters.lora` with the names of flags in place of arguments."""
+    try:
+        yield
+    except ValueError as error:
+        flag = lambda match: f"--lora.{match[1].replace('_', '-')}{match[2].replace('=', ' ')}"
+        raise ValueError(re.sub(r"^lora: (\w+)(=|:)", flag, str(error))) from None
 
 
 def _parse_pattern(flag: str, entries: Names, kind: Callable[[str], Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hfjax.models.gpt import GPTConfig
 from hfjax.models.moe import MoEConfig
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.trainer.config import ModelConfig, TrainConfig
+from hfjax.trainer.lora_config import named_as_flags
 from hfjax.trainer.model import ROUND_TO, ModelChoice, loss_for
 from hfjax.trainer.source_snapshot import is_copy, model_name, read_copy
 from hfjax.utils.tables import human, quote
@@ -98,10 +99,8 @@ def make_init(config: TrainConfig, model: Pretrained) -> Callable:
     """Return the function that makes the model, with adapters if the configuration has them."""
     if config.lora.rank is None:
         return model.create
-    try:
+    with named_as_flags():
         return lora(model, **config.lora.options)
-    except ValueError as error:
-        raise ValueError(f"--{str(error).replace('lora: ', 'lora.', 1)}") from None
 
 
 def length_note(model: Pretrained, length: int) -> str:

@@ -45,8 +45,8 @@ class ChatEncoder:
 
         A token that reaches into a span counts, as in transformers.
         """
-        whole = [text for text in texts if not text.plain]
-        encodings = iter(self._encode(self._with_special, [text.text for text in whole]))
+        unmarked = [text for text in texts if not text.plain]
+        encodings = iter(self._encode(self._with_special, [text.text for text in unmarked]))
         return [
             self._encode_pieces(text) if text.plain else _counted(*next(encodings), text.spans)
             for text in texts

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from hfjax.data.tokenizer import read_keys
 from hfjax.utils.command_errors import import_optional
-from hfjax.utils.read_files import MISSING, check_fields, parse_json, path_kind, read_text
+from hfjax.utils.read_files import MISSING, path_kind, read_text
 from hfjax.utils.tables import quote
 
 CONFIG, JINJA, SPECIAL = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -66,7 +67,7 @@ def load_template(folder: Path, file: Path | None = None) -> Template:
     path = folder / JINJA
     if path_kind(path) != MISSING:
         return Template(read_text(path), tokens, quote(path))
-    template = _read_object(folder / CONFIG).get("chat_template")
+    template = read_keys(folder / CONFIG).get("chat_template")
     if isinstance(template, list):  # several by name
         by_name = {entry.get("name"): entry.get("template") for entry in template}
         template = by_name.get("default")
@@ -80,19 +81,10 @@ def load_template(folder: Path, file: Path | None = None) -> Template:
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
     """Return the special tokens of a folder by name, as templates know them."""
-    record = _read_object(folder / SPECIAL) | _read_object(folder / CONFIG)
+    record = read_keys(folder / SPECIAL) | read_keys(folder / CONFIG)
     text = lambda value: value.get("content") if isinstance(value, dict) else value
     tokens = {name: text(value) for name, value in record.items() if name.endswith("_token")}
     return {name: token for name, token in tokens.items() if isinstance(token, str)}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if path_kind(path) == MISSING:
-        return {}
-    try:
-        return check_fields(parse_json(read_text(path)), {})
-    except ValueError as error:
-        raise ValueError(f"{quote(path)} cannot be read: {str(error).rstrip('.')}.") from None
 
 
 class TemplateProcess:

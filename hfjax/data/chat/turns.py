@@ -57,8 +57,8 @@ def _tagged_spans(
     """Return the text of `count` messages with the spans of `{% generation %}` from `first` on."""
     if first == 0:
         return render([(count, False)])[0]
-    before, whole = render([(first, False), (count, False)])
-    return replace(whole, spans=whole.spans[len(before.spans) :])
+    before, full = render([(first, False), (count, False)])
+    return replace(full, spans=full.spans[len(before.spans) :])
 
 
 def _compared_spans(
@@ -66,35 +66,35 @@ def _compared_spans(
 ) -> MarkedText:
     """Return the text of `count` messages with the span of each turn, found by comparison."""
     jobs = [job for turn in turns for job in ((turn, True), (turn + 1, False))]
-    *parts, whole = render([*jobs, (count, False)])
+    *parts, full = render([*jobs, (count, False)])
     spans = list[Span]()
     for turn, before, after in zip(turns, parts[::2], parts[1::2], strict=True):
-        end = _turn_end(after.text, whole.text, specials)
-        if end is None or not whole.text.startswith(before.text):
+        end = _turn_end(after.text, full.text, specials)
+        if end is None or not full.text.startswith(before.text):
             other = after.text if end is None else before.text
-            raise ValueError(_no_prefix_message(other, whole.text, turn, location, first))
+            raise ValueError(_no_prefix_message(other, full.text, turn, location, first))
         spans.append((len(before.text), end))
-    return replace(whole, spans=tuple(spans))
+    return replace(full, spans=tuple(spans))
 
 
-def _turn_end(text: str, whole: str, specials: SpecialTokens) -> int | None:
-    """Return where a turn ends that is the last of a text; None if the whole begins otherwise.
+def _turn_end(text: str, full: str, specials: SpecialTokens) -> int | None:
+    """Return where a turn ends that is the last of a text; None if the full text begins otherwise.
 
     Some templates put a further token behind the last turn's end, as Phi-3's.
     """
-    if whole.startswith(text):
+    if full.startswith(text):
         return len(text)
     last = next(reversed(list(specials.pattern.finditer(text))), None)
     if last is None or text[last.end() :].strip():
         return None
     turn = text[: last.start()]
     has_end = any(turn.rstrip().endswith(token) for token in specials.by_text)
-    return len(turn) if has_end and whole.startswith(turn) else None
+    return len(turn) if has_end and full.startswith(turn) else None
 
 
-def _no_prefix_message(part: str, whole: str, turn: int, location: str, first: int) -> str:
+def _no_prefix_message(part: str, full: str, turn: int, location: str, first: int) -> str:
     """Return the message about a text that is no beginning of the whole one."""
-    at = max(shared_length(part, whole) - SHOWN // 3, 0)
+    at = max(shared_length(part, full) - SHOWN // 3, 0)
     shorten = lambda text: quote("…" * (at > 0) + text[at : at + SHOWN])
     each = ""
     if first == 0:
@@ -102,22 +102,22 @@ def _no_prefix_message(part: str, whole: str, turn: int, location: str, first: i
     return (
         f"{location}: the template writes the text up to message {turn} in another way when the "
         f"conversation goes on, so which part is the assistant's is not known. Alone:\n  "
-        f"{shorten(part)}\nin the conversation:\n  {shorten(whole)}\nGive a template for training, "
+        f"{shorten(part)}\nin the conversation:\n  {shorten(full)}\nGive a template for training, "
         "which marks the assistant's part by {% generation %}: --data.template FILE (those of the "
         f"package trl are named *_training.jinja).{each}"
     )
 
 
-def shared_length(part: str, whole: str) -> int:
+def shared_length(part: str, full: str) -> int:
     """Return how many characters two texts share from their beginnings on.
 
     >>> shared_length("ab", "abc"), shared_length("axc", "abc")
     (2, 1)
     """
-    if whole.startswith(part):
+    if full.startswith(part):
         return len(part)
-    differ = (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b)
-    return next(differ, min(len(part), len(whole)))
+    differ = (i for i, (a, b) in enumerate(zip(part, full, strict=False)) if a != b)
+    return next(differ, min(len(part), len(full)))
 
 
 def _check_roles(conversation: Conversation, text: str) -> None:

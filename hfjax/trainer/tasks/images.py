@@ -24,7 +24,8 @@ from hfjax.models.vision.losses import (
 )
 from hfjax.models.vision.preset_table import PRESETS
 from hfjax.models.vision.vision_config import ConvNetConfig, VisionConfig
-from hfjax.trainer.config import DataConfig, ModelConfig, TrainConfig
+from hfjax.trainer.config import ModelConfig, TrainConfig
+from hfjax.trainer.config_checks import is_default
 from hfjax.trainer.config_io import load_function
 from hfjax.trainer.model import load_loss
 from hfjax.trainer.sampling import mean_loss
@@ -401,16 +402,15 @@ def _user_model(opts: ModelConfig, classes: int, size: int) -> Callable:
 
 def _check_flags(config: TrainConfig) -> None:
     """Refuse text flags for an image model."""
-    defaults: Any = (ModelConfig(), DataConfig())
     of = f"{config.model.factory or config.model.preset} is a model of images"
-    for settings, plain, prefix, names in (
-        (config.model, defaults[0], "model", TEXT_OPTS),
-        (config.data, defaults[1], "data", TOKEN_OPTS),
+    for settings, prefix, names in (
+        (config.model, "model", TEXT_OPTS),
+        (config.data, "data", TOKEN_OPTS),
     ):
         for name in names:
-            if (value := getattr(settings, name)) != getattr(plain, name):
+            if not is_default(settings, name):
                 flag = f"--{prefix}.{name.replace('_', '-')}"
-                raise ValueError(f"{flag} {brief(value)}: {of}. Leave it out.")
+                raise ValueError(f"{flag} {brief(getattr(settings, name))}: {of}. Leave it out.")
     if config.model.weights is not None and config.model.factory is not None:
         raise ValueError(
             "--model.weights is of presets: load the weights in --model.factory yourself."

@@ -117,9 +117,8 @@ class TextTask:
             [length_note(self.pretrained, self.model.length)],
             self.config.optimizer.learning_rate,
         )
-        by_file = self.config.deepspeed is not None
-        by_file |= self.config.lora.rank is not None  # adapters begin from nothing
-        return lines if by_file or rate < MAX_FINETUNING_RATE else [*lines, rate_warning(rate)]
+        has_own_rate = self.config.deepspeed is not None or self.config.lora.rank is not None
+        return lines if has_own_rate or rate < MAX_FINETUNING_RATE else [*lines, rate_warning(rate)]
 
     def init_from_weights(
         self, layout: hfjax.Layout, seed: int, schedule: hfjax.Schedule | None
