@@ -40,10 +40,10 @@ def check_float32(settings: Any, prefix: str, *names: str) -> None:
             raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
+FORMER_DEFAULTS = (("packing", "stream"),)  # before chats
+
+
 def is_default(settings: Any, name: str) -> bool:
     """Return whether a setting has its default, or the one that runs recorded before."""
     value = getattr(settings, name)
     return value == settings.__dataclass_fields__[name].default or (name, value) in FORMER_DEFAULTS
-
-
-FORMER_DEFAULTS = (("packing", "stream"),)  # before chats

@@ -46,8 +46,8 @@ class LoraConfig:
             if not is_default(self, name):
                 flag = name.replace("_", "-")
                 raise ValueError(
-                    f"--lora.{flag} {brief(getattr(self, name))}: there are adapters only with --lora.rank, for "
-                    "instance --lora.rank 16."
+                    f"--lora.{flag} {brief(getattr(self, name))}: there are adapters only with "
+                    "--lora.rank, for instance --lora.rank 16."
                 )
 
     def check_beside(self, pretrained: str | None, frozen: Names) -> None:
