@@ -79,6 +79,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 collect_ignore = [] if find_spec("torch") else ["tests/pretrained/make_fixtures.py"]
+collect_ignore += [] if find_spec("peft") else ["tests/adapters/make_fixtures.py"]
 collect_ignore += [] if find_spec("torchvision") else ["tests/make_vision.py"]
 # Examples that set the devices of their process would set those of all tests.
 sets_devices = lambda path: "jax_num_cpu_devices" in path.read_text(encoding="utf-8")
